@@ -5,7 +5,7 @@
 
 Each task is written with drjax (run by `jax.jit` and by `drjax.jit`), hand-written in a
 `jax.shard_map`, and in plain `jax.numpy`, of which the compiler makes the collectives
-(GSPMD). On 8 devices of the CPU: results of collectives on one device in bytes, and
+(GSPMD). On 8 devices of the CPU: bytes that one device sends in collectives, and
 temporary memory, both of which do not depend on the machine; and run time as a ratio to
 the hand-written code, in interleaved rounds. With `--out` the table goes to
 `combinations-jax-VERSION.md`.
@@ -350,7 +350,7 @@ def measure(numbers: int, rounds: int, show_progress: bool = True) -> list[dict]
 
     Returns:
       A dict for each task and implementation: `task`, `implementation`, `bytes` (a
-      dict from kinds of collectives to bytes of results on one device), `temp` in
+      dict from kinds of collectives to bytes that one device sends), `temp` in
       bytes, and `time`, the median ratio to the hand-written code.
     """
     rows: list[dict] = []
@@ -421,10 +421,10 @@ def markdown(rows: list[dict], numbers: int) -> str:
     )
     lines = [
         f"JAX {jax.__version__}, {DEVICES} devices of the CPU, n = {N} groups of "
-        f"{numbers:,} float32 numbers. Bytes are results of collectives on one device; "
+        f"{numbers:,} float32 numbers. Bytes are those that one device sends; "
         "time is relative to the hand-written `shard_map`.",
         "",
-        "| task | written with | bytes of collectives | temporary bytes | time |",
+        "| task | written with | bytes sent | temporary bytes | time |",
         "|---|---|---|---:|---:|",
     ]
     for row in rows:

@@ -100,7 +100,8 @@ class Worker:
     def build(self, **arguments: Any) -> dict[str, Any]:
         """What the command `build` answers, with collectives in place of HLO text.
 
-        For each kind: how many there are, and their bytes together, each counted once.
+        For each kind: how many there are, and the bytes that a device sends in them,
+        each counted once.
         """
         answer = self.ask("build", **arguments)
         if text := answer.pop("hlo", None):

@@ -124,12 +124,9 @@ def bytes_per_device(state) -> int:
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
 
 
-def ring_bytes(report: Report) -> float:
-    """What a device sends if the devices form a ring: with all parts, m - 1 of m."""
-    m = report.devices
-    times = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": m}
-    sizes = [times[kind] * total.bytes for kind, total in report.by_kind.items()]
-    return sum(sizes) * (m - 1) / m
+def results_of(report: Report, kind: str) -> int:
+    """Bytes of the results of the collectives of a kind on one device."""
+    return sum(c.result_bytes for c in report.collectives if c.kind == kind)
 
 
 def train(config: Config, loss, params, batches, result, progress):
@@ -243,11 +240,11 @@ def main(config: Config) -> results.Results:
         exact = 12 * count / (m if result else 1) + 4
         counted = report.by_kind
         shown = [
-            f"{counted[kind].count} {kind} of {counted[kind].bytes:,}"
+            f"{counted[kind].count} {kind} of {results_of(report, kind):,}"
             for kind in KINDS
             if kind in counted
         ]
-        sent = f"{ring_bytes(report):,.0f}"
+        sent = f"{report.total.bytes:,}"
         cells = f"{size:,}", f"{exact:,.0f}", "; ".join(shown), sent
         table.append([name, *cells, f"{losses[-1]:.4f}"])
     curves["one device"] = train_alone(config, loss, params, batches, progress)

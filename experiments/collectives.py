@@ -364,7 +364,7 @@ def row(name: str, text: str, mesh: Mesh) -> list[str]:
     kinds, size = Counter(), 0
     for record in sent:
         kinds[record["kind"]] += record["in the program"]
-        size += record["bytes in a round"]
+        size += record["bytes sent in a round"]
     module = Module(text)
     count, overlapped = counts.overlaps(module, _PERMUTE)
     shown = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
@@ -380,7 +380,7 @@ def main(sizes: Sizes) -> None:
         "layer",
         "flops",
         "collectives",
-        "MB",
+        "MB sent by a device",
         "permutes overlapped with products",
     ]
     rows = []

@@ -38,10 +38,9 @@ def counted(record: Record) -> Record:
 
 
 def count_collectives(collectives: Iterable[Collective]) -> list[Record]:
-    """By kind and axes: how many in the program, how many in a run, bytes.
+    """By kind and axes: how many in the program, how many in a run, bytes sent.
 
-    The bytes of a reduce-scatter are those of what is reduced, of which each device has
-    a share as its result.
+    The bytes are those that a device sends, by `drjax.compiled.sent_bytes`.
 
     Raises:
       ValueError: It is not known how often a loop runs.
@@ -49,13 +48,12 @@ def count_collectives(collectives: Iterable[Collective]) -> list[Record]:
     static, dynamic, size = Counter(), Counter(), Counter()
     for x in collectives:
         key = x.kind, ("?",) if x.axes is None else x.axes
-        shares = x.devices if x.kind == "reduce-scatter" else 1
         static[key] += 1
         dynamic[key] += _known(x.times, x.name)
-        size[key] += _known(x.times, x.name) * x.bytes * shares
+        size[key] += _known(x.times, x.name) * x.bytes
     return [
         {"kind": kind, "axes": list(axes), "in the program": static[kind, axes],
-         "in a round": dynamic[kind, axes], "bytes in a round": size[kind, axes]}
+         "in a round": dynamic[kind, axes], "bytes sent in a round": size[kind, axes]}
         for kind, axes in sorted(static)
     ]  # fmt: skip
 

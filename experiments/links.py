@@ -6,6 +6,7 @@ data center's network it is as if each group were a slice of its own.
 """
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 GBIT = 1e9 / 8
@@ -33,26 +34,16 @@ CHIPS = {
     "v5e": Chip(1, 1600 * GBIT, 25 * GBIT, "cloud.google.com/tpu/docs/v5e"),
     "v5p": Chip(1, 600e9, 50 * GBIT, "cloud.google.com/tpu/docs/v5p"),
 }
-# Bytes that a device sends for each byte of a collective among m members.
-_SENT = {
-    "all-reduce": lambda m: 2 * (m - 1) / m,
-    "all-gather": lambda m: (m - 1) / m,
-    "reduce-scatter": lambda m: (m - 1) / m,
-    "all-to-all": lambda m: (m - 1) / m,
-    "ragged-all-to-all": lambda m: (m - 1) / m,
-    "collective-permute": lambda m: 1,
-    "collective-broadcast": lambda m: 1,
-}
 
 
 def seconds(
-    collectives: list[dict[str, Any]], axes: dict[str, int], chip: Chip, network: str
+    collectives: list[dict[str, Any]], axes: Collection[str], chip: Chip, network: str
 ) -> float:
     """Modeled seconds of the collectives over some mesh axes.
 
     Args:
-      collectives: Of a record: kind, axes and bytes in a round.
-      axes: Sizes of the axes whose collectives count.
+      collectives: Of a record: axes and bytes sent in a round.
+      axes: The axes whose collectives count, joined by `+`.
       chip: The chip. Its devices share its links.
       network: `"ici"` or `"dcn"`.
 
@@ -62,8 +53,7 @@ def seconds(
     bandwidth = {"ici": chip.ici, "dcn": chip.dcn}[network]
     if bandwidth is None:
         raise ValueError(f"The chip's bandwidth on {network} is not stated.")
-    total = 0.0
-    for c in collectives:
-        if (m := axes.get("+".join(c["axes"]))) is not None:
-            total += _SENT[c["kind"]](m) * c["bytes in a round"]
+    total = sum(
+        c["bytes sent in a round"] for c in collectives if "+".join(c["axes"]) in axes
+    )
     return total * chip.devices / bandwidth

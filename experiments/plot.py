@@ -48,7 +48,7 @@ PANELS = (
     ("temporary memory, GB per device", lambda r: r["temp bytes"] / 1e9),
     ("peak memory, GB per device", lambda r: r["peak bytes"] / 1e9),
     (
-        "communication over groups, GB per device",
+        "sent over groups, GB per device",
         lambda r: sent(r, variants.GROUPS) / 1e9,
     ),
 )
@@ -77,9 +77,9 @@ class Options:
 
 
 def sent(record: Record, axis: str) -> int:
-    """Bytes of the results of collectives over a mesh axis, in a round."""
+    """Bytes that a device sends in collectives over a mesh axis, in a round."""
     return sum(
-        c["bytes in a round"] for c in record["collectives"] if axis in c["axes"]
+        c["bytes sent in a round"] for c in record["collectives"] if axis in c["axes"]
     )
 
 
@@ -103,7 +103,7 @@ def on_links(record: Record) -> str:
     chip = links.CHIPS.get(machine["topology"].split(":")[0])
     if machine["platform"] != "tpu" or chip is None:
         return ""
-    axes = {variants.GROUPS: record["mesh"]["groups"]}
+    axes = {variants.GROUPS}
     times = []
     for network in ("ici", "dcn")[: 1 if chip.dcn is None else 2]:
         took = links.seconds(record["collectives"], axes, chip, network)

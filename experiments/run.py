@@ -152,8 +152,8 @@ def summary(record: Record) -> str:
     if "out of memory" in record:
         return f"{start}{n}: {record['out of memory']}"
     sent = ", ".join(
-        f"{c['in a round']} {c['kind']} over {'+'.join(c['axes'])} of "
-        f"{c['bytes in a round'] / 1e9:.3g} GB"
+        f"{c['in a round']} {c['kind']} over {'+'.join(c['axes'])} send "
+        f"{c['bytes sent in a round'] / 1e9:.3g} GB"
         for c in record["collectives"]
     )
     losses = f", losses {record['losses']}" if "losses" in record else ""

@@ -68,6 +68,21 @@ def axis_sizes(mesh: Any, shardings: Any) -> dict[str, int]:
     return {} if mesh is None else dict(mesh.shape)
 
 
+def slices_of_devices(mesh: Any, shardings: Any) -> tuple[int, ...]:
+    """Return the TPU slice of each device of a compiled function's mesh, major first.
+
+    () if no mesh with devices is known, or these are not in slices.
+    """
+    shape = axis_sizes(mesh, shardings)
+    named = [x.mesh for x in jax.tree.leaves(shardings) if isinstance(x, NamedSharding)]
+    for each in (mesh, *named):
+        if isinstance(each, Mesh) and dict(each.shape) == shape:
+            devices = each.devices.flat
+            known = all(hasattr(x, "slice_index") for x in devices)
+            return tuple(x.slice_index for x in devices) if known else ()
+    return ()
+
+
 def _check_is_mesh(mesh: Any) -> None:
     """Raise `MeshError` unless the user's argument `mesh=` is a mesh or None."""
     if not (mesh is None or isinstance(mesh, Mesh | AbstractMesh)):

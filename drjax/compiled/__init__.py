@@ -4,6 +4,7 @@
 
 report           `drjax.collectives`, and the records that it returns
 hlo              a parser of HLO text, with the trip counts of loops
+sent             the bytes that a device sends in a collective
 replica_groups   the devices of a collective, and the mesh axes along which they lie
 """
 
@@ -13,3 +14,4 @@ from drjax.compiled.report import Total as Total
 from drjax.compiled.report import WhileLoop as WhileLoop
 from drjax.compiled.report import read_hlo as read_hlo
 from drjax.compiled.report import totals as totals
+from drjax.compiled.sent import sent_bytes as sent_bytes

@@ -11,6 +11,14 @@ HLO writes groups in four ways:
     replica_groups=mesh['a'=2,'b'=2] {'b'}    along axes of a mesh
     source_target_pairs={{0,1},{1,0}}         pairs, of a permute
 
+Between TPU slices it is an attribute of a `send`, in two ways: a product of slices,
+counted from 1, and ranges of devices in a slice, one group for each device; or lists or
+pairs of numbers 100000 * slice + device:
+
+    _xla_megascale_target="{1,2}x{0:3}"
+    _xla_megascale_target={{100000,200000},{100001,200001}}
+    _xla_megascale_target={{100000->200000}}
+
 Sharp edge: `replica_groups={}`, or none, are all devices in one group.
 """
 
@@ -63,6 +71,34 @@ def devices_of(attributes: str, devices: int) -> list[np.ndarray]:
     if written := re.search(r"replica_groups=(?!\{\})\S+", attributes):
         raise ValueError(f"This way to write groups is not known: {written[0]}")
     return [np.arange(devices)]
+
+
+def devices_of_slices(attributes: str) -> list[np.ndarray]:
+    """Read from a send between slices which devices communicate with each other.
+
+    Each group is `[members, 2]`: the slice of each member, from 0, and its number in
+    the slice. Of a permute they are pairs.
+
+    Raises:
+      ValueError: The groups are written in a way that is not known.
+    """
+    target = r"_xla_megascale_target=(\"[^\"]*\"|\{(?:\{[^{}]*\},?)*\})"
+    written = re.search(target, attributes)
+    text = written[1].strip('"') if written else ""
+    if product := re.fullmatch(r"\{([\d,:]+)\}x\{([\d,:]+)\}", text):
+        slices, numbers = map(_ranges, product.groups())
+        return [np.array([(s - 1, d) for s in slices]) for d in numbers]
+    groups = re.findall(r"\{([\d,>-]+)\}", text)
+    if not groups:
+        raise ValueError(f"This way to write devices of slices is not known: {text}")
+    members = [[int(x) for x in re.split(r",|->", group)] for group in groups]
+    return [np.array([(x // 100_000 - 1, x % 100_000) for x in g]) for g in members]
+
+
+def _ranges(text: str) -> list[int]:
+    """List the integers of `1,2` or `0:3`, whose last number is included."""
+    ends = [[int(x) for x in part.split(":")] for part in text.split(",")]
+    return [x for part in ends for x in range(part[0], part[-1] + 1)]
 
 
 def axes_of(

@@ -5,15 +5,16 @@ prints itself. Nothing runs.
 
 Sharp edges of HLO, from which the numbers are read:
 
-* A variadic collective is one, with the bytes of all its results.
+* Bytes are those that a device sends (`sent.py`), of all operands of a variadic one.
 * An asynchronous pair is one, at its `-start`. The start of an all-gather, a
   collective-permute or a reduce-scatter yields (operands, results, contexts...); that
   of an all-reduce yields its results alone. `async-start` wraps a computation that
   holds the collective itself.
 * TPUs write a reduce-scatter as a fusion `all-reduce-scatter` around an all-reduce,
   and spread a collective over several fusions, the links of a chain.
-* Transfers between TPU slices, over the data center's network, are no collectives in
-  HLO, and are not counted.
+* Between TPU slices, over the data center's network, a collective is a `send` and a
+  `recv` of the "megascale" runtime. The program is then that of one slice: devices are
+  numbered within it, and the mesh's devices are those of all slices.
 """
 
 import math
@@ -23,22 +24,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import numpy as np
 
 from drjax._drawing.print_plan import bytes_as_text
 from drjax._errors import DrjaxTypeError
-from drjax._sharding.layout import axis_sizes
+from drjax._sharding.layout import axis_sizes, slices_of_devices
 from drjax.compiled.hlo import Instruction, Module, Running, shape_bytes, split
-from drjax.compiled.replica_groups import axes_of, devices_of
+from drjax.compiled.replica_groups import axes_of, devices_of, devices_of_slices
+from drjax.compiled.sent import KINDS, sent_bytes
 
-KINDS = (
-    "all-reduce",
-    "all-gather",
-    "all-to-all",
-    "ragged-all-to-all",
-    "reduce-scatter",
-    "collective-permute",
-    "collective-broadcast",
-)
 Key = TypeVar("Key")
 _CHAIN = re.compile(r'channel_id=(\d+).*chain_id="(\d+)"')
 
@@ -67,8 +61,10 @@ class Collective:
     Attributes:
       kind: Its HLO opcode, one of `all-reduce`, `all-gather`, `all-to-all`,
         `ragged-all-to-all`, `reduce-scatter`, `collective-permute`,
-        `collective-broadcast`.
-      bytes: The bytes of its results on one device, each time that it runs.
+        `collective-broadcast`; `send` of one device to another.
+      bytes: The bytes that one device sends, each time that it runs, by the formulas of
+        `drjax.compiled.sent_bytes`.
+      result_bytes: The bytes of its results on one device.
       axes: The mesh axes along which it communicates, major first; (): each device is
         alone. None: it is along no axes of the mesh, or the mesh is not known.
       devices: How many devices communicate with each other; of a permute, 2.
@@ -77,16 +73,19 @@ class Collective:
       name: Its name in the HLO text.
       op_name: The JAX operation that it is from, such as `jit(step)/while/body/psum`;
         empty if the compiler does not say.
+      between_slices: Whether it is between TPU slices, over the data center's network.
     """
 
     kind: str
     bytes: int
+    result_bytes: int
     axes: tuple[str, ...] | None
     devices: int
     loops: tuple[WhileLoop, ...]
     times: int | None
     name: str
     op_name: str
+    between_slices: bool = False
 
 
 class Total(NamedTuple):
@@ -94,10 +93,10 @@ class Total(NamedTuple):
 
     Attributes:
       count: How many of them the compiled function has.
-      bytes: The bytes of their results on one device, each counted once.
+      bytes: The bytes that one device sends, each collective counted once.
       times: How often they run in one call; None: a trip count is not known.
-      bytes_per_call: The bytes of their results on one device in one call, in which
-        each counts as often as it runs; None: a trip count is not known.
+      bytes_per_call: The bytes that one device sends in one call, in which each
+        collective counts as often as it runs; None: a trip count is not known.
     """
 
     count: int
@@ -160,11 +159,12 @@ class Report:
         module = Module(text)
         shardings = (compiled.input_shardings, compiled.output_shardings)
         sizes = axis_sizes(mesh, shardings)
+        places = _places(module, slices_of_devices(mesh, shardings))
         return cls(
             module.name.removeprefix("jit_"),
             sizes,
-            module.devices,
-            tuple(_read(module, sizes)),
+            places.size,
+            tuple(_read(module, sizes, places)),
             memory.argument_size_in_bytes,
             memory.output_size_in_bytes,
             memory.alias_size_in_bytes,
@@ -232,10 +232,10 @@ def collectives(fn: Callable, mesh: Any = None) -> Callable[..., Report]:
     Returns:
       A function that takes the arguments of `fn` (or `jax.ShapeDtypeStruct`s with their
       shapes and shardings), compiles `fn` for them and returns a
-      `drjax.compiled.Report`: print it. Nothing runs. Bytes are those of the results of
-      collectives on one device; what links transfer depends on the algorithm and the
-      topology. A collective in a loop counts once, and says how often it runs. Both
-      branches of a conditional count.
+      `drjax.compiled.Report`: print it. Nothing runs. Bytes are those that one device
+      sends, by the formulas of `drjax.compiled.sent_bytes`. A collective in a loop
+      counts once, and says how often it runs. Both branches of a conditional count.
+      Between TPU slices, collectives are those of the data center's network.
 
     Raises:
       DrjaxTypeError: `fn` is no function, or (when called) the backend has no HLO text
@@ -275,12 +275,14 @@ def read_hlo(
     Args:
       text: The HLO text, after partitioning.
       mesh: The sizes of the mesh axes by name, major first. Default: no axis is named.
+        If the program is for several TPU slices, they lie along the major axes.
 
     Raises:
       ValueError: The text has an element type, or a way to write the devices of a
         collective, that is not known.
     """
-    return tuple(_read(Module(text), mesh or {}))
+    module = Module(text)
+    return tuple(_read(module, mesh or {}, _places(module, ())))
 
 
 def totals(
@@ -306,19 +308,36 @@ def totals(
 # Reading
 
 
-def _read(module: Module, mesh: Mapping[str, int]) -> Iterator[Collective]:
-    """Yield the collectives of a parsed program.
+def _places(module: Module, slice_of: Sequence[int]) -> np.ndarray:
+    """Return the mesh positions of the devices, `[slices, devices of a slice]`.
+
+    `slice_of` has the slice of each device of the mesh; without it, slices are major.
+    """
+    named = [
+        int(number)
+        for x in module.instructions.values()
+        if _transfer_type(x)
+        for pair in np.concatenate(devices_of_slices(x.attributes))
+        for number in pair[:1]
+    ]
+    slices = max([1, *(number + 1 for number in named)])
+    order = np.argsort(slice_of, kind="stable") if len(slice_of) else np.arange(0)
+    known = len(set(slice_of))
+    if known >= slices and len(order) == known * module.devices:
+        return order.reshape(known, module.devices)
+    return np.arange(slices * module.devices).reshape(slices, module.devices)
+
+
+def _read(
+    module: Module, mesh: Mapping[str, int], places: np.ndarray
+) -> Iterator[Collective]:
+    """Yield the collectives of a parsed program; `places` are those of `_places`.
 
     The start and the end of an asynchronous collective are one, and so are fusions that
     the compiler has marked as one chain.
-
-    Args:
-      module: The program.
-      mesh: The sizes of the mesh axes by name, major first; empty if no axis is to be
-        named.
     """
     chains = set()
-    on_mesh = bool(mesh) and module.devices == math.prod(mesh.values())
+    on_mesh = bool(mesh) and places.size == math.prod(mesh.values())
     for running in module.running():
         x = running.instruction
         if (kind := _kind(running)) is None:
@@ -329,52 +348,78 @@ def _read(module: Module, mesh: Mapping[str, int]) -> Iterator[Collective]:
             if chain in chains:
                 continue
             chains.add(chain)
-        groups = devices_of(x.attributes, module.devices)
-        size = _result_bytes(x)
-        if kind == "reduce-scatter" and not x.opcode.startswith(kind):
-            # A TPU's: an all-reduce, of whose result a device uses its share only.
-            size = -(-size // len(groups[0]))
-        pairs = kind == "collective-permute"
+        between = _transfer_type(x) is not None
+        if between:
+            groups = devices_of_slices(x.attributes)
+            on_places = [(g[:, 0], g[:, 1]) for g in groups]
+        else:
+            groups = devices_of(x.attributes, module.devices)
+            on_places = [(0, g) for g in groups]  # all slices run the same program
+        members, axes = len(groups[0]), None
+        if on_mesh:
+            positions = [places[index] for index in on_places]
+            axes = axes_of(positions, kind in _PAIRWISE, mesh)
+        size = _whole_bytes(x, kind, members)
         op_name = re.search(r'op_name="([^"]*)"', x.attributes)
         yield Collective(
             kind,
-            size,
-            axes_of(groups, pairs, mesh) if on_mesh else None,
-            len(groups[0]),
+            sent_bytes(kind, size, members),
+            -(-size // members) if kind == "reduce-scatter" else size,
+            axes,
+            members,
             tuple(WhileLoop(y.name, module.trip_count(y)) for y in running.loops),
             running.times,
             x.name,
             op_name[1] if op_name else "",
+            between,
         )
 
 
+_PAIRWISE = ("collective-permute", "send")
+
+
+def _transfer_type(x: Instruction) -> str | None:
+    """Return what is sent between TPU slices, such as `ALL_REDUCE`; else None."""
+    if x.opcode != "send":
+        return None
+    named = re.search(r'_xla_megascale_transfer_type="(\w+)"', x.attributes)
+    return named[1] if named else None
+
+
 def _kind(running: Running) -> str | None:
-    """Return the kind of a collective; None: it is none, or only the end of one.
-
-    Args:
-      running: An instruction that the program runs.
-
-    Returns:
-      One of `KINDS`, such as `all-reduce`, or None.
-    """
-    kind = running.instruction.opcode.removesuffix("-start")
+    """Return the kind of a collective; None: it is none, or only the end of one."""
+    x = running.instruction
+    if x.opcode == "send":
+        transfer = (_transfer_type(x) or "").lower().replace("_", "-")
+        if transfer in KINDS:
+            return transfer
+        if transfer:
+            return "collective-permute" if transfer == "one-to-one" else "send"
+        # Others are to the host, as those of a callback.
+        return None if "is_host_transfer=true" in x.attributes else "send"
+    kind = x.opcode.removesuffix("-start")
     if kind == "all-reduce" and running.computation.startswith("all-reduce-scatter"):
         return "reduce-scatter"
     return kind if kind in KINDS else None
 
 
-def _result_bytes(x: Instruction) -> int:
-    """Return the bytes of a collective's results on one device.
+def _whole_bytes(x: Instruction, kind: str, members: int) -> int:
+    """Return the bytes of a collective's whole value: see `sent_bytes`.
 
     An instruction that starts an asynchronous collective, other than an all-reduce, has
-    a tuple of operands, results and contexts as its shape: only the results count.
+    a tuple of operands, results and contexts as its shape. That of a send between
+    slices begins with its operand.
     """
+    parts = split(x.shape[1:]) if x.shape.startswith("(") else [x.shape]
+    if x.opcode == "send":
+        return shape_bytes(parts[0]) * (members if kind == "all-gather" else 1)
     shape = x.shape
     if x.opcode.endswith("-start") and x.opcode != "all-reduce-start":
         # (operands, results, contexts...)
-        parts = split(shape[1:])
         shape = parts[1] if len(parts) > 1 else shape
-    return shape_bytes(shape)
+    # A TPU writes a reduce-scatter as an all-reduce, whose result is the whole value.
+    scattered = x.opcode.startswith("reduce-scatter")
+    return shape_bytes(shape) * (members if scattered else 1)
 
 
 # ---------------------------------------------------------------------------------
@@ -410,9 +455,9 @@ def _table(collectives: Sequence[Collective]) -> list[str]:
             "mesh axes",
             "loops",
             "count",
-            "bytes",
+            "sent",
             "times",
-            "bytes in a call",
+            "sent in a call",
         )
     ]
     together = totals(collectives, lambda c: (c.kind, c.axes, c.loops))

@@ -321,7 +321,7 @@ def test_a_reduction_over_both_is_one_collective(block, kind):
         return
     assert report.counts == {"all-reduce": 1}
     (collective,) = report.collectives
-    assert collective.bytes == 12
+    assert collective.result_bytes == 12
 
 
 def test_the_gradient_of_a_loss_is_one_collective_for_each_result():
@@ -341,7 +341,7 @@ def test_a_reduction_over_one_level_is_a_collective_over_its_axis(over, bytes_):
         x = drjax.shard(X, partition=PROGRAM)
         report = drjax.collectives(two(lambda x: drjax.reduce_sum(x, over=over)))(x)
     (collective,) = report.collectives
-    assert (collective.kind, collective.bytes) == ("all-reduce", bytes_)
+    assert (collective.kind, collective.result_bytes) == ("all-reduce", bytes_)
 
 
 def test_a_sum_that_is_used_at_both_levels_is_two_collectives():

@@ -38,13 +38,13 @@ def test_collectives_of_a_program():
     with jax.set_mesh(make_mesh({"clients": 4, "model": 2})):
         report = drjax.collectives(rounds)(*ARGS)
     assert report.counts == {"all-reduce": 2}
-    assert report.total == Total(count=2, bytes=48, times=4, bytes_per_call=96)
+    assert report.total == Total(count=2, bytes=72, times=4, bytes_per_call=144)
     assert report.by_axes == {("clients",): report.total}
     assert report.by_kind == {"all-reduce": report.total}
     outside, inside = report.by_loop.items()
-    assert outside == (None, Total(1, 24, 1, 24))
+    assert outside == (None, Total(1, 36, 1, 36))
     assert inside[0] is not None and inside[0].trip_count == 3
-    assert inside[1] == Total(1, 24, 3, 72)
+    assert inside[1] == Total(1, 36, 3, 108)
     assert {c.devices for c in report.collectives} == {4}
     assert all("psum" in c.op_name for c in report.collectives)
     assert report.argument_bytes == 24 + 2 * 24  # a device's
@@ -60,10 +60,10 @@ def test_what_it_prints():
     *lines, memory = str(report).splitlines()
     assert lines == [
         "rounds: on one of 8 devices, mesh clients:4, model:2",
-        f"  collective  mesh axes  {'loops':<{width}}  count  bytes  times  "
-        "bytes in a call",
-        f"  all-reduce  clients    {'none':<{width}}  1      24 B   1      24 B",
-        f"  all-reduce  clients    {loop}  1      24 B   3      72 B",
+        f"  collective  mesh axes  {'loops':<{width}}  count  sent  times  "
+        "sent in a call",
+        f"  all-reduce  clients    {'none':<{width}}  1      36 B  1      36 B",
+        f"  all-reduce  clients    {loop}  1      36 B  3      108 B",
     ]
     assert memory.startswith("  memory: arguments 72 B, results 64 B, donated 0 B, ")
 
@@ -83,7 +83,7 @@ def test_functions_that_it_takes():
         reports += [drjax.collectives(planned)(model, data)]
     for report in reports:
         assert report.mesh == {"clients": 8} and report.devices == 8
-        assert report.by_axes[("clients",)] == Total(2, 48, 4, 96)
+        assert report.by_axes[("clients",)] == Total(2, 84, 4, 168)
     assert [r.alias_bytes for r in reports] == [0, 24, 0]
 
 
@@ -111,8 +111,8 @@ def test_a_loop_of_unknown_length():
 
     with jax.set_mesh(make_mesh({"clients": 8})):
         report = drjax.collectives(until)(jnp.float32(9))
-    assert report.total == Total(1, 4, None, None)
-    assert "(? times)  1      4 B    ?      ?" in str(report)
+    assert report.total == Total(1, 7, None, None)
+    assert "(? times)  1      7 B   ?      ?" in str(report)
 
 
 def test_errors():
@@ -182,7 +182,7 @@ def test_errors():
 )
 def test_one_collective_is_read(line, kind, size):
     (collective,) = read_hlo(in_entry(line))
-    assert (collective.kind, collective.bytes) == (kind, size)
+    assert (collective.kind, collective.result_bytes) == (kind, size)
     assert (collective.times, collective.loops, collective.axes) == (1, (), None)
 
 
@@ -220,7 +220,7 @@ def test_an_asynchronous_collective_counts_once():
     )
     (collective,) = read_hlo(text, {"groups": 8})
     assert (collective.kind, collective.bytes, collective.times) == (
-        "reduce-scatter", 4, 1
+        "reduce-scatter", 28, 1
     )  # fmt: skip
     assert collective.axes == ("groups",)
 
@@ -237,7 +237,7 @@ def test_a_reduce_scatter_of_tpus():
     )
     kinds = totals(read_hlo(text), lambda c: c.kind)
     assert {kind: total.bytes for kind, total in kinds.items()} == {
-        "all-reduce": 32, "reduce-scatter": 8
+        "all-reduce": 56, "reduce-scatter": 24
     }  # fmt: skip
 
 
@@ -249,3 +249,76 @@ def test_links_of_a_chain_are_one_collective():
     alone = "%r = f32[3,5]{1,0} all-gather(%a), replica_groups={{0,1}}, channel_id=1"
     result = read_hlo(in_loop(*links, alone), {"groups": 4, "model": 2})
     assert [(c.times, c.axes, c.devices) for c in result] == [(7, ("model",), 2)] * 2
+
+
+# ---------------------------------------------------------------------------------
+# Several TPU slices, whose program is that of one slice
+
+
+def between_slices(kind: str, target: str, operand: str, result: str) -> list[str]:
+    """The messages by which a TPU's compiler writes a collective between slices."""
+    attributes = (
+        "is_host_transfer=true, frontend_attributes={"
+        '_xla_host_transfer_handler_name="xla_megascale_runtime",'
+        f'_xla_megascale_target={target},_xla_megascale_transfer_type="{kind}"}}'
+    )
+    return [
+        f"  %send = ({operand}, u32[], token[]) send(%x, %after), {attributes}",
+        f"  %recv = ({result}, u32[], token[]) recv(%after), {attributes}",
+        f"  %send-done = token[] send-done(%send), {attributes}",
+        f"  %recv-done = ({result}, token[]) recv-done(%recv), {attributes}",
+    ]
+
+
+PRODUCT = '"{1,2,3}x{0:1}"'
+LISTED = "{{100000,200000,300000},{100001,200001,300001}}"
+PAIRED = "{{100000->200000},{100001->200001},{300000->100000}}"
+
+
+@pytest.mark.parametrize(
+    "kind, target, operand, result, want",
+    [
+        ("ALL_REDUCE", PRODUCT, "f32[6]", "f32[6]", ("all-reduce", 32, 24, 3)),
+        ("ALL_REDUCE", LISTED, "f32[6]", "f32[6]", ("all-reduce", 32, 24, 3)),
+        ("ALL_GATHER", PRODUCT, "s8[2]", "s8[6]", ("all-gather", 4, 6, 3)),
+        ("REDUCE_SCATTER", PRODUCT, "s8[6]", "s8[2]", ("reduce-scatter", 4, 2, 3)),
+        ("ALL_TO_ALL", LISTED, "s8[6]", "s8[6]", ("all-to-all", 4, 6, 3)),
+        ("ONE_TO_ONE", PAIRED, "s8[6]", "s8[6]", ("collective-permute", 6, 6, 2)),
+        ("OTHER", PAIRED, "s8[6]", "s8[6]", ("send", 6, 6, 2)),
+    ],
+)
+def test_a_collective_between_slices(kind, target, operand, result, want):
+    lines = between_slices(kind, target, operand, result)
+    mesh = {"groups": 3, "model": 2}
+    (one,) = read_hlo(in_entry(*lines, devices=2), mesh)
+    assert (one.kind, one.bytes, one.result_bytes, one.devices) == want
+    assert one.axes == ("groups",) and one.between_slices and one.times == 1
+    (alone,) = read_hlo(in_entry(*lines, devices=2))
+    assert alone.axes is None and alone.bytes == one.bytes
+
+
+def test_a_collective_in_each_of_several_slices():
+    within = "  %a = f32[4]{0} all-reduce(%p), replica_groups={{0,1}}, to_apply=%add"
+    sent = between_slices("ALL_REDUCE", PRODUCT, "f32[6]", "f32[6]")
+    result = read_hlo(in_entry(within, *sent, devices=2), {"groups": 3, "model": 2})
+    assert [(c.axes, c.between_slices) for c in result] == [
+        (("model",), False), (("groups",), True)
+    ]  # fmt: skip
+
+
+def test_messages_that_are_no_collectives_between_slices():
+    callback = (
+        "  %s = (f32[4], u32[], token[]) send(%p, %a), channel_id=1, "
+        "is_host_transfer=true, frontend_attributes={"
+        '_xla_host_transfer_handler_name="tf_rendezvous"}'
+    )
+    assert read_hlo(in_entry(callback)) == ()
+    to_device = "  %s = (f32[4], u32[], token[]) send(%p, %a), channel_id=1"
+    (sent,) = read_hlo(in_entry(to_device))
+    assert (sent.kind, sent.bytes, sent.between_slices) == ("send", 16, False)
+
+
+def test_a_target_that_is_not_known():
+    lines = between_slices("ALL_REDUCE", '"all"', "f32[6]", "f32[6]")
+    with pytest.raises(ValueError, match="write devices of slices is not known"):
+        read_hlo(in_entry(*lines))

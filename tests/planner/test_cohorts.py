@@ -99,7 +99,9 @@ def test_resident_data_stays_where_it_is():
         args = np.ones(d, np.float32), data, IDS
         for fn in (f, jax.value_and_grad(lambda *args: f(*args).sum(), 0)):
             run = drjax.jit(fn)
-            moved = sum(c.bytes for c in drjax.collectives(run)(*args).collectives)
+            moved = sum(
+                c.result_bytes for c in drjax.collectives(run)(*args).collectives
+            )
             assert moved <= 2 * COHORT * d * 4
             assert temp_bytes(run, *args) <= 4 * COHORT * d * 4
         near(drjax.jit(f)(*args), f(*args))

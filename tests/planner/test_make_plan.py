@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import drjax
+from drjax.compiled import sent_bytes
 from tests.helpers.cases import some
 from tests.helpers.compiled import temp_bytes
 from tests.helpers.maml import make_parallel_maml_loss, maml_args, task_loss
@@ -64,7 +65,9 @@ def test_the_ledger_counts_what_the_compiler_sends():
     assert ledger.up() == ledger.reduced_per_device() == 2 * 8 * 8 * 4
     with in_mesh(make_mesh({"clients": 8})):
         report = drjax.collectives(drjax.jit(fn))(*args)
-    assert report.total.bytes == ledger.reduced_per_device()
+    reduced = ledger.reduced_per_device()
+    assert [c.result_bytes for c in report.collectives] == [reduced]
+    assert report.total.bytes == sent_bytes("all-reduce", reduced, 8) == reduced * 7 / 4
     assert "total: 516 bytes down and 512 up for each group" in str(ledger)
 
 

@@ -125,7 +125,7 @@ def test_collectives(run):
         return drjax.collectives(run(drjax.program(clients=n)(fn)))(x).collectives
 
     def sizes(fn):
-        return {c.kind: c.bytes for c in of(fn)}
+        return {c.kind: c.result_bytes for c in of(fn)}
 
     step = lambda x, **kwargs: drjax.reduce_mean(jnp.sin(x), **kwargs)
     with jax.set_mesh(make_mesh({"clients": 8})):

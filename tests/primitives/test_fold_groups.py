@@ -128,8 +128,8 @@ def test_communication():
         forward = drjax.collectives(f)(x).collectives
         gradient = drjax.collectives(jax.value_and_grad(loss_of(f)))(x).collectives
     want = [("all-gather", m * (2 * d + 1) * 4)]
-    assert [(c.kind, c.bytes) for c in forward] == want
-    assert [(c.kind, c.bytes) for c in gradient] == want
+    assert [(c.kind, c.result_bytes) for c in forward] == want
+    assert [(c.kind, c.result_bytes) for c in gradient] == want
 
 
 def test_communication_of_derivatives():
@@ -145,10 +145,10 @@ def test_communication_of_derivatives():
         tangent = lambda x, c: jax.jvp(f, (x, c), (x, c))
         for derivative in (tangent, jax.value_and_grad(loss, (0, 1))):
             result = drjax.collectives(derivative)(x, c).collectives
-            assert {c.kind: c.bytes for c in result} == want and len(result) == 2
+            assert {c.kind: c.result_bytes for c in result} == want and len(result) == 2
         inner = jax.grad(loss)
         second = jax.grad(lambda x, c: jnp.sum(inner(x, c) ** 2))
-        sizes = [c.bytes for c in drjax.collectives(second)(x, c).collectives]
+        sizes = [c.result_bytes for c in drjax.collectives(second)(x, c).collectives]
         assert max(sizes) == n * d * 4 and len(sizes) < 8
 
 

@@ -141,9 +141,9 @@ def test_communication():
         both = jax.value_and_grad(lambda x: jnp.sum(f(x) ** 2))
         gradient = drjax.collectives(both)(x).collectives
     sizes = {"all-to-all": n * d * 4 // 8, "all-gather": d * 4}
-    assert {c.kind: c.bytes for c in forward} == sizes and len(forward) == 2
+    assert {c.kind: c.result_bytes for c in forward} == sizes and len(forward) == 2
     # The backward pass sends the cotangents of all groups back, and nothing else.
-    large = sorted(c.bytes for c in gradient if c.kind != "all-reduce")
+    large = sorted(c.result_bytes for c in gradient if c.kind != "all-reduce")
     assert large == [80_000, 320_000, 320_000]
 
 
@@ -182,7 +182,7 @@ def test_one_all_reduce_adds_the_coordinates():
     )
     with jax.set_mesh(make_mesh({"clients": 8})):
         x = drjax.shard(data(16, 100), partition={"clients": 16})
-        sizes = {c.kind: c.bytes for c in drjax.collectives(f)(x).collectives}
+        sizes = {c.kind: c.result_bytes for c in drjax.collectives(f)(x).collectives}
     assert sizes == {"all-to-all": 16 * 104 * 4 // 8, "all-reduce": 16 * 16 * 4}
 
 

@@ -173,7 +173,7 @@ def test_no_more_than_the_cohort_is_sent(jit):
     with jax.set_mesh(mesh):
         p = drjax.shard(np.ones((size, d), np.float32), partition={"clients": size})
         report = drjax.collectives(jit(f))(p, i)
-        assert {c.kind: c.bytes for c in report.collectives} == {
+        assert {c.kind: c.result_bytes for c in report.collectives} == {
             "all-gather": n * slice_bytes,
             "reduce-scatter": n * slice_bytes // 8,
         }

@@ -229,7 +229,7 @@ def communicated(move, n=16, jit=jax.jit):
     with jax.set_mesh(make_mesh({"clients": 8})):
         x = drjax.shard(x, partition={"clients": n})
         report = drjax.collectives(f)(x)
-    return report.counts, {c.bytes for c in report.collectives}
+    return report.counts, {c.result_bytes for c in report.collectives}
 
 
 @pytest.mark.parametrize("jit", [jax.jit, drjax.jit])

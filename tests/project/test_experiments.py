@@ -256,7 +256,7 @@ def test_a_record_says_everything(tmp_path, monkeypatch):
     assert file.name == "a-b-drjax.json" and record["settings"]["round"]["length"] == 8
     assert record["versions"]["jax"] == jax.__version__
     (sent,) = [c for c in record["collectives"] if c["axes"] == ["groups"]]
-    assert sent["in a round"] >= 1 and sent["bytes in a round"] > 0
+    assert sent["in a round"] >= 1 and sent["bytes sent in a round"] > 0
 
 
 @pytest.mark.slow

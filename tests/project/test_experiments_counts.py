@@ -47,9 +47,9 @@ def test_a_table_of_collectives():
     text = in_loop(ARRAYS[0], *lines)
     assert counts.count_collectives(read_hlo(text, {"groups": 4, "model": 2})) == [
         {"kind": "all-reduce", "axes": ["?"], "in the program": 2, "in a round": 14,
-         "bytes in a round": 14 * 60},
+         "bytes sent in a round": 14 * 60},
         {"kind": "reduce-scatter", "axes": ["model"], "in the program": 1,
-         "in a round": 7, "bytes in a round": 7 * 2 * 60},
+         "in a round": 7, "bytes sent in a round": 7 * 60},
     ]  # fmt: skip
 
 
@@ -66,15 +66,15 @@ def test_overlap_of_collectives_with_products():
 
 def test_the_model_of_links():
     sent = [
-        {"kind": "all-reduce", "axes": ["groups"], "bytes in a round": 8e9},
-        {"kind": "all-gather", "axes": ["model"], "bytes in a round": 1e9},
+        {"kind": "all-reduce", "axes": ["groups"], "bytes sent in a round": 12e9},
+        {"kind": "all-gather", "axes": ["model"], "bytes sent in a round": 1e9},
     ]
     chip = links.Chip(devices=2, ici=1e9, dcn=None, source="")
-    # An all-reduce among 4 sends 2 * 3/4 of its bytes; two devices share the links.
-    assert links.seconds(sent, {"groups": 4}, chip, "ici") == 2 * 12
-    assert links.seconds(sent, {"groups": 1}, chip, "ici") == 0
+    # Two devices share the links.
+    assert links.seconds(sent, {"groups"}, chip, "ici") == 2 * 12
+    assert links.seconds(sent, {"groups+model"}, chip, "ici") == 0
     with pytest.raises(ValueError, match="bandwidth on dcn is not stated"):
-        links.seconds(sent, {"groups": 4}, chip, "dcn")
+        links.seconds(sent, {"groups"}, chip, "dcn")
 
 
 def test_a_loop_of_unknown_length():
@@ -89,6 +89,6 @@ def test_counts_of_a_record():
     record = {"mesh": {"groups": 8}, "hlo": in_loop(ARRAYS[0], line), "temp bytes": 3}
     result = counts.counted(record)
     assert result.keys() == {"mesh", "temp bytes", "flops", "collectives"}
-    assert result["collectives"][0]["bytes in a round"] == 7 * 60
+    assert result["collectives"][0]["bytes sent in a round"] == 7 * 105
     too_large = {"mesh": {"groups": 8}, "out of memory": "by 3 GB"}
     assert counts.counted(too_large) == too_large

@@ -105,7 +105,8 @@ def test_memory_is_that_of_one_step():
             run = drjax.jit(drjax.program(clients=n)(f), groups_per_step=2)
             x = drjax.shard(np.ones((n,), np.float32), partition={"clients": n})
             used.append(temp_bytes(run, x))
-            sent = [(c.kind, c.bytes) for c in drjax.collectives(run)(x).collectives]
+            report = drjax.collectives(run)(x)
+            sent = [(c.kind, c.result_bytes) for c in report.collectives]
             assert sent == [("all-gather", m * d * 4)]
     assert used[0] == used[1] < 16 * d * 4
 
@@ -130,7 +131,7 @@ def test_a_gradient_sends_one_state_of_each_device(mesh):
     gradient = jax.value_and_grad(f)
     want, plan = jax.jit(gradient)(x), drjax.make_plan(gradient)(x)
     sent = lambda run: {
-        (c.kind, c.bytes) for c in drjax.collectives(jax.jit(run))(x).collectives
+        (c.kind, c.result_bytes) for c in drjax.collectives(jax.jit(run))(x).collectives
     }
     with in_mesh(make_mesh({"clients": m}, EXPLICIT if mesh == "explicit" else AUTO)):
         expected = sent(gradient)
