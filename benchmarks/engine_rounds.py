@@ -79,8 +79,7 @@ def small_rounds() -> dict[str, Any]:
         actors = [actor.remote(*(a[i : i + half] for a in data)) for i in (0, half)]
 
         def actor_loop(model):
-            sent = ray.put(model)
-            parts = ray.get([actor.run.remote(sent) for actor in actors])
+            parts = ray.get([actor.run.remote(model) for actor in actors])
             return jax.tree.map(lambda a, b: (a + b) / SMALL, *parts)
 
         loops = {"drjax": lambda model: on_ray(model, data), HAND_WRITTEN: actor_loop}

@@ -69,6 +69,9 @@ from drjax._compat.jaxprs import without_consts as without_consts
 from drjax._compat.jaxprs import without_dead_code as without_dead_code
 from drjax._compat.jaxprs import without_name as without_name
 from drjax._compat.rule_registries import current_block as current_block
+from drjax._compat.rule_registries import (
+    lower_cached_function as lower_cached_function,
+)
 from drjax._compat.rule_registries import lower_function as lower_function
 from drjax._compat.rule_registries import module_token as module_token
 from drjax._compat.rule_registries import (

@@ -8,13 +8,14 @@ Sharp edges: registries are global.
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax._src import core, source_info_util
 from jax._src.effects import partial_eval_kept_effects
 from jax._src.interpreters import ad, mlir
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lib.mlir import ir
 
-from drjax._compat.jax_types import MERGED, jaxpr_as_fun
+from drjax._compat.jax_types import MERGED, cache, jaxpr_as_fun
 from drjax._compat.jaxprs import jaxpr_consts, open_jaxpr
 
 
@@ -247,6 +248,35 @@ def lower_function(ctx, fn: Callable, operands, multiple_results: bool, **params
     if inner.tokens_out:  # of ordered effects, which are set on the copy only
         ctx.set_tokens_out(inner.tokens_out)
     return outs
+
+
+def lower_cached_function(ctx, fn: Callable, operand, **params):
+    """Emit the code of a function of one array, of which JAX traces one for each type.
+
+    It is `lower_function` for a function of a module with hashable parameters and no
+    jaxpr, as a program may have thousands of equal equations. Its result is one array.
+    """
+    value, aval = operand
+    jaxpr = _trace_once(fn, aval, tuple(sorted(params.items())))
+    lower: Any = mlir.lower_fun(jaxpr_as_fun(jaxpr))
+    if jaxpr_consts(jaxpr) or jaxpr.effects:
+        return lower(ctx.replace(avals_in=[aval]), value)
+    module = ctx.module_context
+    if ctx.platforms is not None:
+        module = module.replace(platforms=ctx.platforms)
+    outs, tokens = mlir.jaxpr_subcomp(
+        module, open_jaxpr(jaxpr), ctx.name_stack, ctx.tokens_in, [], value,
+        dim_var_values=ctx.dim_var_values, const_lowering=ctx.const_lowering,
+        outer_traceback=None,
+    )  # fmt: skip
+    ctx.set_tokens_out(tokens)
+    return outs
+
+
+@cache()
+def _trace_once(fn: Callable, aval, params: tuple[tuple[str, Any], ...]):
+    """Trace a function of one array and of parameters; cached."""
+    return jax.make_jaxpr(lambda x: fn(x, **dict(params)))(aval)
 
 
 def module_token(ctx):

@@ -109,7 +109,7 @@ def broadcast_rule(execute: Callable) -> Callable:
 
     def rule(ctx, x, **placement):
         source = x, ctx.avals_in[0]
-        outs = _compat.lower_function(ctx, execute, [source], False, **placement)
+        outs = _compat.lower_cached_function(ctx, execute, source, **placement)
         _lowered_equations(ctx).broadcasts[outs[0]] = placement, source
         return outs
 
@@ -236,8 +236,8 @@ def extremum_rule(primitive: Any, execute: Callable) -> Callable:
     """
 
     def alone(ctx, x, **params):
-        return _compat.lower_function(
-            ctx, execute, [(x, ctx.avals_in[0])], False, **params
+        return _compat.lower_cached_function(
+            ctx, execute, (x, ctx.avals_in[0]), **params
         )
 
     return reduction_rule(primitive, alone)
@@ -273,7 +273,7 @@ def reduce_sum_rule(execute: Callable) -> Callable:
             if index in sums:
                 operand, placement = sums[index], a_map.device_placement
         params = placement | options
-        return _compat.lower_function(ctx, execute, [operand], False, **params)
+        return _compat.lower_cached_function(ctx, execute, operand, **params)
 
     return rule
 
