@@ -45,9 +45,11 @@ from drjax._compat.jaxprs import closed as closed
 from drjax._compat.jaxprs import dce_jaxpr as dce_jaxpr
 from drjax._compat.jaxprs import effects_but_axes as effects_but_axes
 from drjax._compat.jaxprs import effects_of as effects_of
+from drjax._compat.jaxprs import finds_nans as finds_nans
 from drjax._compat.jaxprs import has_ordered_effects as has_ordered_effects
 from drjax._compat.jaxprs import has_primitive as has_primitive
 from drjax._compat.jaxprs import is_bound_to_devices as is_bound_to_devices
+from drjax._compat.jaxprs import jaxpr_as_checked_fun as jaxpr_as_checked_fun
 from drjax._compat.jaxprs import jaxpr_consts as jaxpr_consts
 from drjax._compat.jaxprs import jaxprs_in as jaxprs_in
 from drjax._compat.jaxprs import jvp_jaxpr as jvp_jaxpr
@@ -91,6 +93,7 @@ from drjax._compat.rule_registries import (
 from drjax._compat.rule_registries import register_partial_eval as register_partial_eval
 from drjax._compat.rule_registries import register_printing as register_printing
 from drjax._compat.rule_registries import register_remat_policy as register_remat_policy
+from drjax._compat.rule_registries import scope_of as scope_of
 from drjax._compat.symbolic_size import reads_of_size as reads_of_size
 from drjax._compat.symbolic_size import symbolic_size as symbolic_size
 from drjax._compat.trace_context import check_vma as check_vma

@@ -6,7 +6,9 @@ open to `open_jaxpr`, and has constants if `jaxpr_consts` says so.
 """
 
 import dataclasses
+import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -58,6 +60,44 @@ def open_jaxpr(jaxpr):
 def jaxpr_consts(jaxpr) -> Sequence[Any]:
     """Return the constants of a closed jaxpr, arrays; () if it has none or is open."""
     return getattr(jaxpr, "consts", ())
+
+
+def jaxpr_as_checked_fun(jaxpr) -> Callable:
+    """Return the function of a closed jaxpr, in which `jax_debug_nans` applies.
+
+    JAX's `jaxpr_as_fun` switches it off. But when a jitted function has returned a NaN,
+    JAX runs it again without `jit` to find the user's line, which is in the equations;
+    JAX drops the traceback of an equation, so that the line goes into the message.
+    """
+
+    def run(*args):
+        try:
+            return core.eval_jaxpr(open_jaxpr(jaxpr), jaxpr_consts(jaxpr), *args)
+        except FloatingPointError as error:
+            at = "" if error.__cause__ is None else _innermost_line(error.__cause__)
+            if not at or at in str(error):
+                raise
+            raise FloatingPointError(f"{error} at {at}") from None
+
+    return run
+
+
+def finds_nans(args) -> bool:
+    """Whether JAX runs a function again, on arrays, as a jitted one returned a NaN."""
+    debugged = jax.config.jax_debug_nans or jax.config.jax_debug_infs
+    return debugged and not any(isinstance(x, core.Tracer) for x in args)
+
+
+def _innermost_line(error: BaseException) -> str:
+    """Return the innermost line of users' code in a traceback; empty if it has none."""
+    package = str(Path(__file__).parents[1])
+    frames = [
+        f"{frame.f_code.co_filename}:{line} ({frame.f_code.co_name})"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if source_info_util.is_user_filename(frame.f_code.co_filename)
+        and not frame.f_code.co_filename.startswith(package)
+    ]
+    return frames[-1] if frames else ""
 
 
 @weakref_lru_cache
@@ -359,7 +399,9 @@ def bind_equation(eqn, operands, **params) -> list:
       The list of results, also if the primitive has a single one.
     """
     bind_params = eqn.primitive.get_bind_params({**eqn.params, **params})
-    with source_info_util.user_context(eqn.source_info.traceback):
+    source = eqn.source_info
+    names = source_info_util.current_name_stack() + source.name_stack
+    with source_info_util.user_context(source.traceback, name_stack=names):
         outs = eqn.primitive.bind(*operands, **bind_params)
     return list(outs) if eqn.primitive.multiple_results else [outs]
 

@@ -178,8 +178,23 @@ def register_lowering(primitive, fn: Callable) -> None:
         the equation. JAX traces it and lowers the result. It returns a sequence of
         results, or a single result if the primitive has one.
     """
-    rule = mlir.lower_fun(fn, multiple_results=primitive.multiple_results)
+
+    def named(*args, **params):
+        with jax.named_scope(scope_of(primitive, params)):
+            return fn(*args, **params)
+
+    rule = mlir.lower_fun(named, multiple_results=primitive.multiple_results)
     mlir.register_lowering(primitive, rule)
+
+
+def scope_of(primitive, params) -> str:
+    """Return the name that profilers show around the work of an equation.
+
+    It is that of the primitive, `drjax.reduce_sum`, with that of a mapped function if
+    it has one, `drjax.map_fn(work)`.
+    """
+    name = primitive.name.replace("drjax_", "drjax.", 1)
+    return f"{name}({params['name']})" if "name" in params else name
 
 
 def register_jaxpr_lowering(primitive, jaxpr_of: Callable) -> None:
@@ -223,7 +238,16 @@ def register_lowering_rule(primitive, rule: Callable) -> None:
         values of the operands, and the parameters of the equation. It returns the list
         of the MLIR values of the results.
     """
-    mlir.register_lowering(primitive, rule, cacheable=False)
+
+    def named(ctx, *values, **params):
+        names = ctx.name_stack.extend(scope_of(primitive, params))
+        inside = ctx.replace(name_stack=names)
+        outs = rule(inside, *values, **params)
+        if inside.tokens_out is not None:
+            ctx.set_tokens_out(inside.tokens_out)
+        return outs
+
+    mlir.register_lowering(primitive, named, cacheable=False)
 
 
 def lower_function(ctx, fn: Callable, operands, multiple_results: bool, **params):

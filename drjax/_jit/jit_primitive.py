@@ -185,7 +185,7 @@ def _execute(*args, jaxpr, options: Options, types):
     traced = _traced(jaxpr, options, avals)
     # The plan was traced outside the user's shard_map: its types say nothing of VMA.
     with _compat.without_vma():
-        outs = _compat.jaxpr_as_fun(traced)(*args)
+        outs = _compat.jaxpr_as_checked_fun(traced)(*args)
     axes = varying_axes(avals)
     return [vary(y, axes) for y in outs]
 
@@ -503,7 +503,7 @@ def _transpose(cts, *args, jaxpr, options: Options, types):
     # Symbolic zeros stay out of the operands; the transposed program makes them dense.
     nonzero = [type(ct) is not _compat.Zero for ct in cts]
     dense = [ct for ct, nz in zip(cts, nonzero, strict=True) if nz]
-    fn = _compat.jaxpr_as_fun(jaxpr)
+    fn = _compat.jaxpr_as_checked_fun(jaxpr)
     avals = [a for a, lin in zip(jaxpr.in_avals, linear, strict=True) if lin]
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
 
@@ -565,7 +565,7 @@ def _check(enabled, *args, jaxpr, options: Options, types):
 
     def checked(*args):
         nonlocal tree
-        fn = checkify.checkify(_compat.jaxpr_as_fun(jaxpr), enabled)
+        fn = checkify.checkify(_compat.jaxpr_as_checked_fun(jaxpr), enabled)
         leaves, tree = jax.tree.flatten(fn(*args))
         return list(map(jnp.asarray, leaves))
 

@@ -216,9 +216,10 @@ def _bind_for_group(eqn, kinds: Environment, group: Any, operands: list) -> list
     """
     if eqn.primitive is primitives.map_fn_p:
         # Evaluated, not bound: a stage has no building block of its plan's partition.
-        return group_index.evaluate_for_group(
-            eqn.params["jaxpr"], group, kinds.partition, *operands
-        )
+        with jax.named_scope(_compat.scope_of(eqn.primitive, eqn.params)):
+            return group_index.evaluate_for_group(
+                eqn.params["jaxpr"], group, kinds.partition, *operands
+            )
     unbatched = kinds.unbatched(eqn)
     assert unbatched is not None
     return unbatched.run(eqn, operands)

@@ -78,7 +78,7 @@ def execute_columns(
         return by_gather_and_scatter(
             run, args, kinds, execute_gather, execute_scatter, params
         )
-    fn = _compat.jaxpr_as_fun(prepare_for_shard_map(layout, jaxpr))
+    fn = _compat.jaxpr_as_checked_fun(prepare_for_shard_map(layout, jaxpr))
 
     def body(*args):
         *args, first = args
@@ -117,7 +117,7 @@ def evaluate_columns(
     Returns:
       The list of results, in the shapes that `execute_columns` says.
     """
-    fn, local = _compat.jaxpr_as_fun(jaxpr), make_layout(partition, None)
+    fn, local = _compat.jaxpr_as_checked_fun(jaxpr), make_layout(partition, None)
     return _run_device(local, fn, (kinds_in, kinds_out), tuple(coordinates), args)
 
 

@@ -248,7 +248,7 @@ class _Tree:
 
     def __init__(self, jaxprs: Sequence, n_states: int, mode: FoldMode, args: Sequence):
         self.mode, self.n_states = mode, n_states
-        self.fn, *others = map(_compat.jaxpr_as_fun, jaxprs)
+        self.fn, *others = map(_compat.jaxpr_as_checked_fun, jaxprs)
         # Of the value it is never called.
         self.derivative = others[0] if others else self.fn
         n = mode.count(len(args))

@@ -111,14 +111,14 @@ def run_groups(
       The list of results, `[n, *t]`.
     """
     if lowers_by_vmap(layout, jaxpr):
-        fn = _compat.jaxpr_as_fun(prepare_group_jaxpr(layout, jaxpr, True))
+        fn = _compat.jaxpr_as_checked_fun(prepare_group_jaxpr(layout, jaxpr, True))
         mapped = _vmap_groups(
             layout, fn, partitioned_in, layout.num_slots, _spmd_axes(layout)
         )
         run = lambda *args: ([], mapped(*args))
         return auto_partition(layout, run, args, partitioned_in)[1]
     prepared = prepare_for_shard_map(layout, jaxpr)
-    fn = _compat.jaxpr_as_fun(prepared)
+    fn = _compat.jaxpr_as_checked_fun(prepared)
     if layout.other_explicit_axes:
         fn = _on_traced_meshes(fn, prepared.in_avals)
 
@@ -305,7 +305,7 @@ def vmap_over_devices(
             _aval_of_slice(x) if p else x for x, p in zip(args, split_in, strict=True)
         ]
         jaxpr, (own, stacks) = jax.make_jaxpr(fn, return_shape=True)(*avals)
-        one = _compat.jaxpr_as_fun(jaxpr)
+        one = _compat.jaxpr_as_checked_fun(jaxpr)
         axes = tuple(0 if p else None for p in split_in)
         mapped = jax.vmap(one, axes, axis_size=m, spmd_axis_name=_spmd_axes(layout))
         outs = mapped(*args)

@@ -49,7 +49,7 @@ def evaluate_on_mesh(jaxpr: Any, args: Sequence[Any]) -> list:
     # JAX would evaluate each equation in the context in which it was traced. There,
     # an array without operands (zeros, iota) has a type without the mesh.
     if not explicit and not any(map(_is_sharded, args)):
-        return _compat.jaxpr_as_fun(jaxpr)(*args)
+        return _compat.jaxpr_as_checked_fun(jaxpr)(*args)
 
     def step(eqn, operands):
         params = {}

@@ -71,7 +71,7 @@ def _mapped(body: Plan, args: Sequence[Any]) -> tuple[list, dict[str, Any]]:
       and the outputs of the stage by name, with the axis of the coordinates.
     """
     (a_round,) = body.rounds
-    stage, jaxpr = a_round.local, _compat.jaxpr_as_fun(a_round.local.jaxpr)
+    stage, jaxpr = a_round.local, _compat.jaxpr_as_checked_fun(a_round.local.jaxpr)
     ys = jax.vmap(
         lambda i, *xs: jaxpr(i, *xs),
         in_axes=(0, *(v.axis if v.partitioned else None for v in stage.inputs)),

@@ -356,7 +356,8 @@ class ChunkedStage:
         op = REDUCE_OPS[reduce.op]
         if self.layout.uneven:
             x = self.layout.mask_padding(x, indices, op.identity(x.dtype))
-        return op.local(x)
+        with jax.named_scope(f"drjax.reduce_{reduce.op}"):
+            return op.local(x)
 
 
 def _summed_in_map(stage: Stage, partitioned: list[bool], args: list) -> dict[int, Any]:
@@ -445,6 +446,13 @@ def sum_dtype(reduce: Reduce):
 
 
 def finish(layout: Layout, reduces: list[Reduce], totals: list) -> list:
+    """Combine the devices' partial reductions, in a scope that profilers show."""
+    names = dict.fromkeys(f"reduce_{reduce.op}" for reduce in reduces)
+    with jax.named_scope(f"drjax.{'+'.join(names)}"):
+        return _finish(layout, reduces, totals)
+
+
+def _finish(layout: Layout, reduces: list[Reduce], totals: list) -> list:
     """Combine the devices' partial reductions by collectives, and finish reductions.
 
     It is called for one device: inside the `shard_map`, if there is one. All sums and

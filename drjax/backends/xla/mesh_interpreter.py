@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -155,6 +156,11 @@ class MeshInterpreter(PlanInterpreter):
     # The groups' work
 
     def run_groups(self, index: int, env: Environment) -> None:
+        with jax.named_scope(f"drjax.round_{index + 1}"):
+            self._run_round(index, env)
+
+    def _run_round(self, index: int, env: Environment) -> None:
+        """Run the groups of a round, and its reductions and folds: see `run_groups`."""
         a_round, layout = self.plan.rounds[index], self.layout
         stage, reduces = a_round.local, a_round.partials
         # A round may only broadcast or gather; but effects must run.
