@@ -66,6 +66,7 @@ from drjax._compat.jaxprs import trace_to_jaxpr as trace_to_jaxpr
 from drjax._compat.jaxprs import unsplit_jaxpr as unsplit_jaxpr
 from drjax._compat.jaxprs import user_frames as user_frames
 from drjax._compat.jaxprs import with_equations as with_equations
+from drjax._compat.jaxprs import with_outputs as with_outputs
 from drjax._compat.jaxprs import with_results as with_results
 from drjax._compat.jaxprs import without_consts as without_consts
 from drjax._compat.jaxprs import without_dead_code as without_dead_code

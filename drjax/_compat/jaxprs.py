@@ -426,6 +426,14 @@ def select_outputs(jaxpr, outvars: list):
     return live, used
 
 
+def with_outputs(jaxpr, outvars: list):
+    """Copy a closed jaxpr without constants so that it returns other variables."""
+    raw = open_jaxpr(jaxpr)
+    debug_info = raw.debug_info.with_unknown_names()
+    changed = raw.replace(outvars=outvars, debug_info=debug_info)
+    return changed if MERGED else pe.close_jaxpr(changed)
+
+
 def with_results(jaxpr, eqns: list):
     """Copy a closed jaxpr with more equations, and with their results as more results.
 

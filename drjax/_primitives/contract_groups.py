@@ -71,6 +71,7 @@ class GroupSums:
         empty unless the jaxpr is straight-line code: the compiler's common
         subexpression elimination merges what the map and the sums both compute, but it
         does not merge loops.
+      per_group: The variables of the jaxpr that are computed for each group.
       used: For each input of the jaxpr, in order, whether a call takes it: a list of
         bools. The attribute exists only if `indices` is not empty.
     """
@@ -94,9 +95,9 @@ class GroupSums:
                 self.indices.append(index)
                 self._results.append(result)
                 per_group.update(dict.fromkeys(needs))
-        self._per_group = list(per_group)
+        self.per_group = list(per_group)
         if self.indices:
-            self._live, self.used = _compat.select_outputs(jaxpr, self._per_group)
+            self._live, self.used = _compat.select_outputs(jaxpr, self.per_group)
 
     def _linear_equation(self, atom) -> Any:
         """Return the equation of a variable, if a sum over groups can pass through it.
@@ -164,8 +165,14 @@ class GroupSums:
           The list of sums, `[*s]` each: one for each position in `indices`, in order.
         """
         run = lambda *inputs: evaluate_on_mesh(self._live, inputs)
-        stacks = vmap_over_groups(run)(*operands)
-        known = dict(zip(self._per_group, stacks, strict=True))
+        return self.of_stacks(count, vmap_over_groups(run)(*operands))
+
+    def of_stacks(self, count: int, stacks) -> list:
+        """Compute the sums from the values of the variables in `per_group`.
+
+        `stacks` are those of all groups of a device, `[count, *s]`.
+        """
+        known = dict(zip(self.per_group, stacks, strict=True))
 
         def slices_of(atom):
             if not isinstance(atom, Literal):

@@ -36,6 +36,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import jax.numpy as jnp
+
 from drjax import _compat
 from drjax._partition import Partition
 from drjax._primitives import registration
@@ -157,13 +159,20 @@ def map_rule(execute: Callable) -> Callable:
         if layout.sharded and not gathers:
             extended, inner = with_partial_reductions(jaxpr)
             params = {**params, "jaxpr": extended}
-        outs = _compat.lower_function(ctx, run, operands, True, **params)
+        contraction = None if inner else _contraction(layout, jaxpr)
+        stacks = []
+        if contraction is None:
+            outs = _compat.lower_function(ctx, run, operands, True, **params)
+        else:
+            outs, stacks = contraction.lower(ctx, operands, shared)
         partial = {
             i: (each, (outs[each.position], _partitioned_out(params, each.position)))
             for i, each in inner.items()
         }
         outs = outs[: len(jaxpr.out_avals)]
-        a_map = _LoweredMap(placement, operands, tuple(shared), jaxpr, partial)
+        a_map = _LoweredMap(
+            placement, operands, tuple(shared), jaxpr, partial, contraction, stacks
+        )
         lowered.maps.update({out: (a_map, i) for i, out in enumerate(outs)})
         return outs
 
@@ -311,6 +320,94 @@ def _partial_reduction_rule(ctx, x, *, partition, mesh, reduction):
     )
 
 
+class _Contraction:
+    """A map that also returns what sums of its results are computed from.
+
+    So a sum needs the map's work once in the code, not once more for itself. It is for
+    layouts whose types have no mesh axes: on others, the sums compute it again, which
+    the compiler merges.
+    """
+
+    def __init__(self, layout, jaxpr, sums):
+        self._layout, self._sums = layout, sums
+        raw = _compat.open_jaxpr(jaxpr)
+        inputs = {v: i for i, v in enumerate(raw.invars)}
+        # An input is not returned: for all groups, it may be one array.
+        self._inputs = [inputs.get(v) for v in sums.per_group]
+        computed = [v for v in sums.per_group if v not in inputs]
+        self._stack_avals = [
+            partitioned_aval(_compat.ShapedArray(v.aval.shape, v.aval.dtype), layout)
+            for v in computed
+        ]
+        self._extended = _compat.with_outputs(jaxpr, [*raw.outvars, *computed])
+        self._count = len(raw.outvars)
+        self._out_avals = [
+            partitioned_aval(_compat.ShapedArray(v.aval.shape, v.aval.dtype), layout)
+            for v in raw.outvars
+        ]
+
+    def lower(self, ctx, operands: Sequence[Operand], shared: Sequence[bool]):
+        """Lower the map; return its results, and the operands of `lower_sums`."""
+        layout, partitioned_in = self._layout, [not x for x in shared]
+        fn = _compat.jaxpr_as_fun(self._extended)
+
+        def run(*args):
+            body = vmap_over_groups(layout, fn, partitioned_in)
+            vary_all = lambda *xs: [vary(y, layout.axes) for y in body(*xs)]
+            everywhere = [True] * len(self._extended.out_avals)
+            return shard_map_over_devices(
+                layout, vary_all, args, partitioned_in, everywhere, False
+            )
+
+        outs = _compat.lower_function(ctx, run, operands, True)
+        stacks = iter(zip(outs[self._count :], self._stack_avals, strict=True))
+        return outs[: self._count], [
+            (*next(stacks), True) if i is None else (*operands[i], not shared[i])
+            for i in self._inputs
+        ]
+
+    def lower_sums(self, ctx, stacks, a_map: "_LoweredMap") -> dict[int, Operand]:
+        """Lower the devices' sums: see `_LoweredMap.sums`."""
+        layout, sums = self._layout, self._sums
+        count, partitioned_in = layout.per_device, [p for _, _, p in stacks]
+
+        def run(*args):
+            def body(*own):
+                values = [
+                    x if p else jnp.broadcast_to(x, (count, *x.shape))
+                    for x, p in zip(own, partitioned_in, strict=True)
+                ]
+                totals = sums.of_stacks(count, values)
+                return [vary(y, layout.axes)[None] for y in totals]
+
+            each_device = [None] * len(sums.indices)
+            return shard_map_over_devices(
+                layout, body, args, partitioned_in, each_device, False
+            )
+
+        operands = [(value, aval) for value, aval, _ in stacks]
+        outs = _compat.lower_function(ctx, run, operands, True)
+        of_devices = make_layout(**a_map.device_placement)
+        avals = [
+            partitioned_aval(_compat.ShapedArray(x.shape[1:], x.dtype), of_devices)
+            for x in (self._out_avals[i] for i in sums.indices)
+        ]
+        return dict(zip(sums.indices, zip(outs, avals, strict=True), strict=True))
+
+
+def _contraction(layout, jaxpr) -> _Contraction | None:
+    """Return the `_Contraction` of a map, if it has one that saves memory."""
+    simple = not layout.manual and not _compat.check_vma() and not layout.uneven
+    explicit = layout.spec_entry is not None or layout.other_explicit_axes
+    if not simple or explicit or layout.per_device == 1:
+        return None
+    if layout.partly_manual or lowers_by_vmap(layout, jaxpr):
+        return None
+    prepared = prepare_for_shard_map(layout, jaxpr)
+    sums = group_sums(prepared)
+    return _Contraction(layout, prepared, sums) if sums.indices else None
+
+
 class _LoweredMap:
     """A lowered `map_fn` equation, which can lower sums of its results, too.
 
@@ -324,6 +421,8 @@ class _LoweredMap:
         over an inner level of groups, to a pair: the `InnerReduction`, and the MLIR
         value and type of the additional result of the map, `[n, m, *s]`, with the part
         of the reduction on each of the m devices of the inner level.
+      contraction: The `_Contraction` that has lowered the map; or None.
+      stacks: The operands of the contraction's sums.
 
     Attributes:
       partial: The argument.
@@ -333,8 +432,16 @@ class _LoweredMap:
     """
 
     def __init__(
-        self, placement: Placement, operands: Sequence[Operand], shared, jaxpr, partial
+        self,
+        placement: Placement,
+        operands: Sequence[Operand],
+        shared,
+        jaxpr,
+        partial,
+        contraction: "_Contraction | None",
+        stacks: Sequence[Any],
     ):
+        self._contraction, self._stacks = contraction, stacks
         self.placement, self._operands, self.partial = placement, operands, partial
         self._shared, self._jaxpr = shared, jaxpr
         p, self._layout = placement["partition"], make_layout(**placement)
@@ -386,6 +493,8 @@ class _LoweredMap:
           padding; or if the map is lowered by a `vmap` over all devices' groups.
         """
         layout = self._layout
+        if self._contraction is not None:
+            return self._contraction.lower_sums(ctx, self._stacks, self)
         # Padding would have to be masked in the operands of each contraction; a single
         # group has no sum; and by vmap, no code is of one device.
         if (

@@ -103,3 +103,63 @@ def test_a_sum_within_the_map_has_the_sharding_of_each_groups_product():
         result = jax.jit(jax.grad(penalized))(w, x)
     assert jax.typeof(result).sharding == jax.typeof(w).sharding
     np.testing.assert_allclose(result, expected, rtol=1e-5)
+
+
+# ---------------------------------------------------------------------------------
+# What is lowered
+
+
+def products(fn, *args) -> int:
+    return jax.jit(fn).lower(*args).as_text().count("stablehlo.dot_general")
+
+
+LAYERS = 4
+
+
+def mean_loss(weights, x, reduce_groups):
+    def one(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    return reduce_groups(one, weights, x)
+
+
+def by_program(one, weights, x):
+    program = drjax.program(clients=8)
+    mapped = lambda w, x: drjax.map_fn(one, (drjax.broadcast(w), x))
+    return program(lambda w, x: drjax.reduce_mean(mapped(w, x)))(weights, x)
+
+
+def by_hand(one, weights, x):
+    return jnp.mean(jax.vmap(one, (None, 0))(weights, x))
+
+
+@pytest.mark.parametrize("devices", [1, 4, 8])
+def test_a_gradient_is_lowered_once(devices):
+    """The sums take what the map computes; only their last products are both ways."""
+    weights, x = [jnp.eye(8)] * LAYERS, jnp.ones((8, 4, 8))
+    mine, hand = (
+        jax.value_and_grad(lambda w, x, f=f: mean_loss(w, x, f))
+        for f in (by_program, by_hand)
+    )
+    with in_mesh_of({"clients": devices} if devices > 1 else None):
+        assert products(mine, weights, x) <= products(hand, weights, x) + LAYERS
+
+
+def test_equal_equations_are_traced_once(monkeypatch):
+    traced, make_jaxpr = [], jax.make_jaxpr
+
+    def counting(fn, *args, **kwargs):
+        traced.append(fn)
+        return make_jaxpr(fn, *args, **kwargs)
+
+    @drjax.program(clients=4)
+    def moved(xs):
+        copies = drjax.broadcast(xs)
+        return drjax.reduce_sum(drjax.map_fn(lambda xs: [2 * x for x in xs], copies))
+
+    stage = jax.jit(moved).trace([jnp.ones(5)] * 100)
+    monkeypatch.setattr(jax, "make_jaxpr", counting)
+    stage.lower()
+    assert len(traced) <= 2  # a broadcast and a sum
