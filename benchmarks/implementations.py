@@ -82,15 +82,15 @@ def with_local_slices(task: Task, n: int, chunk: int = 1) -> Any:
     """As `with_local_scan`; the loop slices its chunk out of the device's data."""
 
     def total(params, data):
-        sum_of = _sum_of_chunk(task, params)
-        take = lambda i: jax.tree.map(
-            lambda x: lax.dynamic_slice_in_dim(x, i * chunk, chunk), data
-        )
+        # Sliced inside the checkpoint, which else would save each slice.
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def sum_of(i):
+            take = lambda x: lax.dynamic_slice_in_dim(x, i * chunk, chunk)
+            return _sum_of_chunk(task, params)(jax.tree.map(take, data))
+
         numbers = jnp.arange(len(jax.tree.leaves(data)[0]) // chunk)
         return lax.scan(
-            lambda y, i: (_add(y, sum_of(take(i))), None),
-            _zeros(sum_of, take(0)),
-            numbers,
+            lambda y, i: (_add(y, sum_of(i)), None), _zeros(sum_of, 0), numbers
         )[0]
 
     return _hand_written(task, n, chunk, total)

@@ -123,7 +123,7 @@ def _collectives(ax: Axes) -> None:
     exception = named["logsumexp"]
     x, y = exception["shard_map"] * 0.85, exception["drjax"]
     ax.text(x, y, "logsumexp", ha="right", va="center")
-    ax.set(xlabel="bytes, hand-written shard_map", ylabel="bytes of collectives")
+    ax.set(xlabel="bytes, hand-written shard_map", ylabel="bytes that a device sends")
     ax.set_title(f"Communication of {len(hand_written)} operations", loc="left")
     ax.legend()
 

@@ -77,7 +77,7 @@ def jaxpr_as_checked_fun(jaxpr) -> Callable:
             at = "" if error.__cause__ is None else _innermost_line(error.__cause__)
             if not at or at in str(error):
                 raise
-            raise FloatingPointError(f"{error} at {at}") from None
+            raise FloatingPointError(f"{str(error).rstrip('.')} at {at}") from None
 
     return run
 
