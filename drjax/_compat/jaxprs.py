@@ -74,10 +74,11 @@ def jaxpr_as_checked_fun(jaxpr) -> Callable:
         try:
             return core.eval_jaxpr(open_jaxpr(jaxpr), jaxpr_consts(jaxpr), *args)
         except FloatingPointError as error:
-            at = "" if error.__cause__ is None else _innermost_line(error.__cause__)
-            if not at or at in str(error):
+            cause = error.__cause__
+            line = "" if cause is None else _innermost_line(cause)
+            if not line or line in str(error):
                 raise
-            raise FloatingPointError(f"{str(error).rstrip('.')} at {at}") from None
+            raise FloatingPointError(f"{str(error).rstrip('.')} at {line}") from None
 
     return run
 

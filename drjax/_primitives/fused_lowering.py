@@ -324,7 +324,7 @@ class _Contraction:
     """A map that also returns what sums of its results are computed from.
 
     So a sum needs the map's work once in the code, not once more for itself. It is for
-    layouts whose types have no mesh axes: on others, the sums compute it again, which
+    layouts whose types have no mesh axes: on others, the sums repeat the work, which
     the compiler merges.
     """
 

@@ -77,7 +77,7 @@ def slices_of_devices(mesh: Any, shardings: Any) -> tuple[int, ...]:
     named = [x.mesh for x in jax.tree.leaves(shardings) if isinstance(x, NamedSharding)]
     for each in (mesh, *named):
         if isinstance(each, Mesh) and dict(each.shape) == shape:
-            devices = each.devices.flat
+            devices = [*each.devices.flat]
             known = all(hasattr(x, "slice_index") for x in devices)
             return tuple(x.slice_index for x in devices) if known else ()
     return ()

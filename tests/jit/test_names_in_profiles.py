@@ -34,20 +34,20 @@ def names(fn, *args) -> set[str]:
 def test_blocks_have_names(sharded, gradient):
     f = jax.grad(lambda x: step(x).sum()) if gradient else step
     with in_mesh(make_mesh({"clients": 4}) if sharded else None):
-        found = names(f, jnp.ones(3))
-    assert any(re.search(r"drjax\.map_fn\(layer\).*inner", x) for x in found)
-    wanted = "drjax.reduce_sum" if gradient else "drjax.reduce_mean"
-    assert any(wanted in x for x in found)
+        compiled = names(f, jnp.ones(3))
+    assert any(re.search(r"drjax\.map_fn\(layer\).*inner", x) for x in compiled)
+    expected = "drjax.reduce_sum" if gradient else "drjax.reduce_mean"
+    assert any(expected in x for x in compiled)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("k", [None, 1])
 def test_rounds_and_blocks_of_a_plan_have_names(sharded, k):
     with in_mesh(make_mesh({"clients": 2}) if sharded else None):
-        found = names(drjax.jit(step, groups_per_step=k), jnp.ones(3))
+        compiled = names(drjax.jit(step, groups_per_step=k), jnp.ones(3))
     inner = r"drjax\.round_1/.*drjax\.map_fn\(layer\).*inner.*/sin"
-    assert any(re.search(inner, x) for x in found)
-    assert any("drjax.round_1/" in x and "drjax.reduce_mean" in x for x in found)
+    assert any(re.search(inner, x) for x in compiled)
+    assert any("drjax.round_1/" in x and "drjax.reduce_mean" in x for x in compiled)
 
 
 # ---------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def test_a_nan_is_found_at_the_line_of_the_user(run, capsys):
 
 @pytest.mark.parametrize("k", [None, 1])
 def test_a_nan_on_a_mesh_is_found_too(k, capsys):
-    """But not in a loop over the groups of a device, which JAX does not run by steps."""
+    """But not in a loop over the groups of a device, which JAX runs compiled."""
     line = re.escape(f"test_names_in_profiles.py:{LINE} (logarithm)")
     where = "nan" if k else rf"\(nan\).* at .*{line}"
     with in_mesh(make_mesh({"clients": 2})), jax.debug_nans(True):

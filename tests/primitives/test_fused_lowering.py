@@ -131,7 +131,7 @@ def by_program(one, weights, x):
     return program(lambda w, x: drjax.reduce_mean(mapped(w, x)))(weights, x)
 
 
-def by_hand(one, weights, x):
+def by_vmap(one, weights, x):
     return jnp.mean(jax.vmap(one, (None, 0))(weights, x))
 
 
@@ -141,7 +141,7 @@ def test_a_gradient_is_lowered_once(devices):
     weights, x = [jnp.eye(8)] * LAYERS, jnp.ones((8, 4, 8))
     mine, hand = (
         jax.value_and_grad(lambda w, x, f=f: mean_loss(w, x, f))
-        for f in (by_program, by_hand)
+        for f in (by_program, by_vmap)
     )
     with in_mesh_of({"clients": devices} if devices > 1 else None):
         assert products(mine, weights, x) <= products(hand, weights, x) + LAYERS

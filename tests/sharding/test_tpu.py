@@ -103,6 +103,30 @@ class TestRounds:
         assert total.result_bytes == update_bytes(mesh, dtype)
 
 
+class TestSlices:
+    """The report of a program whose groups are TPU slices."""
+
+    pytestmark = on_tpus
+
+    @pytest.mark.parametrize("wire", [None, "int8"])
+    @pytest.mark.parametrize("slices_major", [True, False])
+    def test_the_exchange_of_two_slices(self, wire, slices_major):
+        names = ("clients", "model")
+        mesh = tpu_mesh({"clients": 2, "model": 4}, slices=2)
+        if not slices_major:
+            mesh = jax.sharding.Mesh(mesh.devices.T, names[::-1])
+        x = typed(mesh, jax.ShapeDtypeStruct((2, 64, 256), jnp.float32), P("clients"))
+        mean = drjax.program(clients=2)(lambda x: drjax.reduce_mean(x, wire=wire))
+        with jax.set_mesh(mesh):
+            report = drjax.collectives(jax.jit(mean))(x)
+        sent = [c for c in report.collectives if c.between_slices]
+        kinds = ["all-reduce"] if wire is None else ["all-to-all", "all-gather"]
+        assert report.devices == 8 and [c.kind for c in sent] == kinds
+        assert {(c.axes, c.devices) for c in sent} == {(("clients",), 2)}
+        if wire is None:
+            assert report.by_axes[("clients",)].bytes == 64 * 256 * 4
+
+
 N = 16
 CONSTANTS = {
     "by": lambda x: drjax.reduce_sum(x, by=jnp.arange(N) % 3, num=3),
