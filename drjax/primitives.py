@@ -54,7 +54,9 @@ Of `reduce_sum_p` and `reduce_mean_p`, where a program asks for it:
 * `sharded`: True if the result is divided over the devices of a mesh. Of `gather_p`,
   too.
 * `secure`: of a `reduce_sum_p`, the least number of groups of a secure sum: no process
-  but a group's own may see its slice. What cannot promise that must refuse it.
+  but a group's own may see its slice. What cannot promise that must refuse it. Of a
+  `broadcast_p`, too, where it is the transpose of a secure sum: what is computed from
+  its copies is the cotangent of a secret, and so are the slices of its sums.
 
 Of `permute_p` also:
 

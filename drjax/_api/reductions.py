@@ -202,8 +202,9 @@ def reduce_sum(
         by default: each device has the whole result.
       secure: A demand on engines: no process but a group's own may see its slice of
         `x`. The plan records it. Flower meets it by secure aggregation; an engine that
-        cannot refuses the plan. It is about this sum and its tangents, not about what
-        else is computed from `x`, and reverse-mode derivatives do not inherit it.
+        cannot refuses the plan. It is about this sum and its derivatives: in a plan,
+        sums and means of its tangents and cotangents are secure too. What else is
+        computed from `x` is not.
       min_groups: With `secure=True`, the least number of groups, from 2: the sum of
         fewer is not revealed. Default: 2.
       over: As for `drjax.broadcast`.

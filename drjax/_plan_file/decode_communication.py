@@ -38,7 +38,7 @@ def reduce(data: dict[str, Any], values: Values) -> Reduce:
     if sharded not in (False, True, "auto"):
         raise ValueError(f"{str(sharded)[:60]} is no layout of a result")
     secure = json_values.count(data.get("secure", 0))
-    if secure and (op != "sum" or secure < 2):
+    if secure and (op not in ("sum", "mean") or secure < 2):
         raise ValueError(f"a {op} of {secure} groups cannot be secure")
     return Reduce(op, source, result, wire, sharded, secure)
 

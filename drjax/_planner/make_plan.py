@@ -40,6 +40,7 @@ from drjax._planner.partitioning.infer import infer_partitioning
 from drjax._planner.partitioning.kind import GLOBAL, PARTITIONED, Kind
 from drjax._planner.ravels import without_ravels
 from drjax._planner.rematerialize_loops import rematerialize_residuals
+from drjax._planner.secure_cotangents import demand_of_cotangents
 from drjax._planner.side_by_side import separate
 from drjax._primitives.routes import partitions_of
 from drjax._sharding.planning_context import outside_meshes, trace_without_mesh
@@ -108,6 +109,7 @@ def make_plan(
             traced.declared,
             in_tree,
             traced.out_tree,
+            secure=True,
         )
 
     return planner
@@ -280,6 +282,7 @@ def plan_of_jaxpr(
     out_tree=None,
     rematerialize=True,
     results=(),
+    secure=False,
 ) -> Plan:
     """Make the plan of a closed jaxpr: run all passes of the planner.
 
@@ -295,6 +298,8 @@ def plan_of_jaxpr(
         needs of their work, instead of saving it.
       results: A name for each result, if there is no `out_tree`; (): they are named by
         their equations.
+      secure: Whether sums of cotangents of a secure sum are secure in the plan. What
+        runs in one process needs no such plan, and any program of it has one.
 
     Returns:
       The plan. If mapped functions of a local stage run programs themselves, its
@@ -313,6 +318,9 @@ def plan_of_jaxpr(
             # New bodies have new variables, so their kinds are inferred again.
             # Some values may be partitioned only now, and imply further communication.
             kinds = _infer_and_make_explicit(rewritten, kinds.partition, declared)
+        # Last, as the passes above write equations without a demand.
+        if secure and (secured := demand_of_cotangents(kinds)) is not None:
+            kinds = _infer_and_make_explicit(secured, kinds.partition, declared)
         result_kinds = [kinds[v] for v in kinds.program.outvars]
         results = results if out_tree is None else result_names(out_tree)
         signature = PlanSignature(name, names, result_kinds, results, in_tree, out_tree)

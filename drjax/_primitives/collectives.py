@@ -61,7 +61,7 @@ from drjax._sharding.layout import Layout, make_layout
 broadcast_p = registration.new_primitive("broadcast")
 
 
-def execute_broadcast(x, *, partition, mesh):
+def execute_broadcast(x, *, partition, mesh, secure=0):
     """Execution function of `broadcast`: give each group a copy of a global value.
 
     Each device makes the copies of its groups, without communication.
@@ -70,6 +70,8 @@ def execute_broadcast(x, *, partition, mesh):
       x: The global value, `[*s]`.
       partition: The `Partition`, of n groups.
       mesh: The mesh, or None: the program runs locally.
+      secure: Of the cotangent of a secure sum, the least number of groups of that sum;
+        else 0. It is ignored here: the planner reads it.
 
     Returns:
       The partitioned value, `[n, *s]`.
@@ -84,7 +86,7 @@ def execute_broadcast(x, *, partition, mesh):
     return shard_map_over_devices(layout, body, [x], [False], [True])[0]
 
 
-def _broadcast_abstract_eval(x, *, partition, mesh):
+def _broadcast_abstract_eval(x, *, partition, mesh, secure=0):
     return partitioned_aval(x, make_layout(partition, mesh))
 
 
@@ -221,7 +223,9 @@ def _axis_to_divide(layout: Layout, aval, sharded: bool | str) -> int | None:
 def _reduce_sum_transpose(ct, x, *, partition, mesh, sharded=False, **options):
     if sharded:
         ct = as_operand(ct, make_layout(partition, mesh), False)
-    return [broadcast_p.bind(ct, partition=partition, mesh=mesh)]
+    # The demand on a summand holds for its cotangent, and for what comes of that.
+    demand = {"secure": options["secure"]} if options.get("secure") else {}
+    return [broadcast_p.bind(ct, partition=partition, mesh=mesh, **demand)]
 
 
 def _reduce_jvp(primitive) -> Callable:

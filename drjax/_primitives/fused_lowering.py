@@ -112,6 +112,7 @@ def broadcast_rule(execute: Callable) -> Callable:
     def rule(ctx, x, **placement):
         source = x, ctx.avals_in[0]
         outs = _compat.lower_cached_function(ctx, execute, source, **placement)
+        placement.pop("secure", None)
         _lowered_equations(ctx).broadcasts[outs[0]] = placement, source
         return outs
 

@@ -94,10 +94,10 @@ def test_plans_of_gradients_and_loops():
     (a_round,) = drjax.make_plan(drjax.program(clients=N)(loops))(M, X).rounds[:1]
     body = a_round.loops[0].bodies[0]
     assert [r.secure for r in body.rounds[0].reduces] == [2]
-    # The sums of a gradient are others: their users decide who may see their slices.
+    # A slice of the gradient tells as much of a group as its summand.
     plan = drjax.make_plan(jax.value_and_grad(secure))(M, X)
     reduces = [r for a_round in plan.rounds for r in a_round.reduces]
-    assert sorted(r.secure for r in reduces) == [0, 3]
+    assert sorted(r.secure for r in reduces) == [3, 3]
 
 
 def test_engines_that_see_slices_refuse():
@@ -120,7 +120,14 @@ def test_forged_demands_are_refused():
         Value("x", (), np.dtype("float32"), True, 4),
         Value("y", (), np.dtype("float32"), False, 4),
     )
-    for op, demand in (("max", 3), ("sum", 1), ("sum", -2), ("sum", True)):
+    for op, demand in (
+        ("max", 3),
+        ("gather", 3),
+        ("mean", 1),
+        ("sum", 1),
+        ("sum", -2),
+        ("sum", True),
+    ):
         data = json.loads(json.dumps({"op": op, "values": [], "secure": demand}))
         with pytest.raises(ValueError, match="cannot be secure|is not a count"):
             decode_communication.reduce(data, values)
