@@ -57,6 +57,8 @@ Of `reduce_sum_p` and `reduce_mean_p`, where a program asks for it:
   but a group's own may see its slice. What cannot promise that must refuse it. Of a
   `broadcast_p`, too, where it is the transpose of a secure sum: what is computed from
   its copies is the cotangent of a secret, and so are the slices of its sums.
+* `bound`: of a secure sum, the largest magnitude of a number of one group. It may be
+  ignored.
 
 Of `permute_p` also:
 

@@ -66,7 +66,12 @@ def collective_options(block: str, wire: WireLike, result: str | None) -> dict:
 
 
 def secure_options(
-    secure: bool, min_groups: int | None, mask: Any, n: int, wire: WireLike = None
+    secure: bool,
+    min_groups: int | None,
+    mask: Any,
+    n: int,
+    wire: WireLike = None,
+    bound: float | None = None,
 ) -> dict[str, Any]:
     """Check `secure=` and `min_groups=`, and return the parameters of the primitive.
 
@@ -77,14 +82,18 @@ def secure_options(
         sum may not have; None: all groups.
       n: The number of groups.
       wire: The argument `wire=` of the sum, which a secure sum may not have.
+      bound: The largest magnitude of a number of one group; None: the engine's.
 
     Returns:
-      `{"secure": the least number of groups}`; {} if the sum is not secure.
+      `{"secure": the least number of groups}`, with `bound` if it is set; {} if the sum
+      is not secure.
 
     Raises:
-      DrjaxTypeError: `secure` is no bool, or `min_groups` no integer.
-      DrjaxValueError: `min_groups` is not from 2 to n, or comes without `secure`; or a
-        secure sum has a mask or a wire, or is inside a mapped function.
+      DrjaxTypeError: `secure` is no bool, `min_groups` no integer, or `bound` no
+        number.
+      DrjaxValueError: `min_groups` is not from 2 to n, or `bound` not positive, or one
+        of them comes without `secure`; or a secure sum has a mask or a wire, or is
+        inside a mapped function.
     """
     if secure is not True and secure is not False:
         raise DrjaxTypeError(
@@ -95,6 +104,11 @@ def secure_options(
             raise DrjaxValueError(
                 "drjax.reduce_sum takes min_groups= with secure=True only. To drop "
                 "groups that fail, give on_error and min_groups to the engine."
+            )
+        if bound is not None:
+            raise DrjaxValueError(
+                "drjax.reduce_sum takes bound= with secure=True only: it is the range "
+                "of the integers that are masked. Leave it out."
             )
         return {}
     if current_scope().mapped:
@@ -126,7 +140,19 @@ def secure_options(
             f"drjax.reduce_sum needs min_groups= from 2 to {n}, the number of groups, "
             f"got {least}. The sum of one group is its slice."
         )
-    return {"secure": least}
+    if bound is None:
+        return {"secure": least}
+    if not isinstance(bound, int | float) or isinstance(bound, bool):
+        raise DrjaxTypeError(
+            "drjax.reduce_sum needs bound= as a Python number, got "
+            f"{type(bound).__name__}: {bound!r}."
+        )
+    if not 0 < bound < math.inf:
+        raise DrjaxValueError(
+            f"drjax.reduce_sum needs bound= as a positive number, got {bound}: the "
+            "largest magnitude of a number of one group."
+        )
+    return {"secure": least, "bound": float(bound)}
 
 
 def check_encodable(block: str, leaf, options: dict[str, Any]) -> None:

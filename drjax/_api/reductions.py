@@ -172,6 +172,7 @@ def reduce_sum(
     result: str | None = None,
     secure: bool = False,
     min_groups: int | None = None,
+    bound: float | None = None,
     over: Over = None,
     mesh: MeshLike = None,
     partition: PartitionLike = None,
@@ -207,6 +208,11 @@ def reduce_sum(
         computed from `x` is not.
       min_groups: With `secure=True`, the least number of groups, from 2: the sum of
         fewer is not revealed. Default: 2.
+      bound: With `secure=True`, the largest magnitude of a number of one group's slice.
+        Secure sums add integers, so that it decides their precision: give a gradient
+        and a count sums, and bounds, of their own. A group with a larger number has
+        failed. Sums of tangents and cotangents do not inherit it. Default: that of the
+        engine, `secure_range` of `drjax.backends.flower.compile`.
       over: As for `drjax.broadcast`.
       mesh: As for `drjax.broadcast`.
       partition: As for `drjax.broadcast`.
@@ -218,7 +224,7 @@ def reduce_sum(
       ScopeError: No partition in force.
       DrjaxValueError: A leaf, `where` or `by` has another leading axis than n, or `num`
         is not positive; or `secure` comes with `where` or `by`, or `min_groups` is not
-        from 2 to n.
+        from 2 to n, or `bound` not positive.
       DrjaxTypeError: A leaf is not a numeric array, `where` is not bool, `by` or `num`
         is not an integer, or only one of `by` and `num` is given; or with `wire` a
         leaf has no real floats.
@@ -241,7 +247,7 @@ def reduce_sum(
     mask = participation_mask("reduce_sum", where, by, num, params)
     options = collective_options("reduce_sum", wire, result)
     n = params["partition"].size
-    options |= secure_options(secure, min_groups, mask, n, wire)
+    options |= secure_options(secure, min_groups, mask, n, wire, bound)
 
     def summand(leaf):
         check_numeric("reduce_sum", leaf)

@@ -94,7 +94,9 @@ def _sent(x: Any) -> str:
         text += f" as {x.wire}"
     text += ", sharded" * (getattr(x, "sharded", False) is True)
     secure = getattr(x, "secure", 0)
-    return text + (f", secure, of {secure} groups at least" if secure else "")
+    text += f", secure, of {secure} groups at least" if secure else ""
+    bound = getattr(x, "bound", None)
+    return text + ("" if bound is None else f", numbers up to {bound:g}")
 
 
 def _rounds(plan: Any, inside: bool = False) -> Iterator[str]:

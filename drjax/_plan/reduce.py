@@ -21,6 +21,8 @@ class Reduce(Record):
         "auto": only if the axes of the mesh are Auto.
       secure: Of a secure sum, the least number of groups to sum: no process but a
         group's own may see its slice. 0: the sum is not secure.
+      bound: Of a secure sum, the largest magnitude of a number of one group; None: the
+        engine's.
     """
 
     op: str
@@ -29,6 +31,7 @@ class Reduce(Record):
     wire: Wire | None = None
     sharded: bool | str = False
     secure: int = 0
+    bound: float | None = None
 
     @property
     def nbytes(self) -> int:

@@ -3,7 +3,7 @@
 Input: an entry of `reduces`, `folds` or `moves` of a manifest, and the values of the
 plan by name. Output: a `Reduce`, `Fold` or `Move`. Invariant: an entry that no plan
 could have is a `ValueError`, which `decode` converts to `PlanFileError`. Sharp edge:
-files of earlier versions lack the entries `wire`, `sharded` and `secure`.
+files of earlier versions lack `wire`, `sharded`, `secure` and `bound`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +24,8 @@ def reduce(data: dict[str, Any], values: Values) -> Reduce:
 
     Args:
       data: The entry of the reduction in the manifest: `op`, its name; `values`, the
-        names of its operand and its result; and perhaps `wire`, `sharded` and `secure`.
+        names of its operand and its result; and perhaps `wire`, `sharded`, `secure` and
+        `bound`.
       values: A function from names to the tuple of the plan's `Value`s with these
         names.
 
@@ -40,7 +41,12 @@ def reduce(data: dict[str, Any], values: Values) -> Reduce:
     secure = json_values.count(data.get("secure", 0))
     if secure and (op not in ("sum", "mean") or secure < 2):
         raise ValueError(f"a {op} of {secure} groups cannot be secure")
-    return Reduce(op, source, result, wire, sharded, secure)
+    bound = data.get("bound")
+    if bound is not None and not (
+        secure and type(bound) is float and 0 < bound < math.inf
+    ):
+        raise ValueError(f"{str(bound)[:60]} is no bound of a secure sum")
+    return Reduce(op, source, result, wire, sharded, secure, bound)
 
 
 def _wire(op: str, source: Value, data: Any) -> Wire | None:

@@ -299,14 +299,15 @@ def _reduce(reduce: Reduce, names) -> dict[str, Any]:
         entries to the plan's table of values.
 
     Returns:
-      `{"op": ..., "values": [source, result]}`, with `wire`, `sharded` and `secure`
-      only where they are not the default.
+      `{"op": ..., "values": [source, result]}`, with `wire`, `sharded`, `secure` and
+      `bound` only where they are not the default.
     """
     data = {"op": reduce.op, "values": names((reduce.source, reduce.result))}
     # Only where they are used, so that earlier versions read other files.
     if reduce.wire is not None:
         data["wire"] = [reduce.wire.dtype, reduce.wire.block]
     options = {"sharded": reduce.sharded, "secure": reduce.secure}
+    options |= {"bound": reduce.bound}
     return data | {name: option for name, option in options.items() if option}
 
 

@@ -249,7 +249,7 @@ def _reduces(
     for eqn in rounds.reduces.get(index, ()):
         operand, result = eqn.invars[0], values.value(eqn.outvars[0])
         source = _source(operand, values, parts, index)
-        optional = ("wire", "sharded", "secure")
+        optional = ("wire", "sharded", "secure", "bound")
         options = {k: eqn.params[k] for k in optional if k in eqn.params}
         name = str(reduction(eqn.primitive))
         reduces.append(Reduce(name, source, result, **options))

@@ -125,7 +125,9 @@ def _local_sum(layout: Layout, x, indices, scale=None, rounded: bool = True):
     return total.astype(x.dtype) if rounded else total
 
 
-def execute_reduce_sum(x, *, partition, mesh, wire=None, sharded=False, secure=0):
+def execute_reduce_sum(
+    x, *, partition, mesh, wire=None, sharded=False, secure=0, bound=None
+):
     """Execution function of `reduce_sum`: sum a partitioned value over the groups.
 
     Each device adds the slices of its groups. Then the devices' sums are added: by one
@@ -146,6 +148,8 @@ def execute_reduce_sum(x, *, partition, mesh, wire=None, sharded=False, secure=0
       secure: The least number of groups of a secure sum, 0 if the sum is not secure. It
         is ignored here: only engines, which run the groups in other processes, compute
         a sum securely.
+      bound: Of a secure sum, the largest magnitude of a number of one group; None: the
+        engine's. It is ignored here.
 
     Returns:
       The sum, a global value `[*s]`, in the dtype of `x`.
@@ -247,8 +251,10 @@ def _reduce_jvp(primitive) -> Callable:
       `dx` is a symbolic zero, once, and the tangent is a symbolic zero.
     """
 
-    def rule(primals, tangents, *, wire=None, **params):
+    def rule(primals, tangents, *, wire=None, bound=None, **params):
         encoded = {} if wire is None else {"wire": wire}
+        # A tangent may be of any magnitude.
+        encoded |= {} if bound is None else {"bound": bound}
         y = primitive.bind(*primals, **params, **encoded)
         (t,) = tangents
         if type(t) is _compat.Zero:

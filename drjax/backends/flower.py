@@ -19,15 +19,17 @@ one is forgotten, not stopped.
 import functools
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from drjax._errors import DrjaxTypeError
+from drjax._partition import integer_of
 from drjax.backends.engine import (
     client_data,
+    code_of_stages,
     pool_scheduler,
     secure_sums,
     untrusted_replies,
@@ -35,6 +37,7 @@ from drjax.backends.engine import (
 from drjax.backends.engine.assignment import Assignment
 from drjax.backends.engine.background import Background
 from drjax.backends.engine.claim_queries import ClaimQueries, ClientFailed
+from drjax.backends.engine.code_of_stages import stage_hashes as stage_hashes
 from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.extras import needed
 from drjax.backends.engine.messages import BlockResult, File, Task, WorkerState
@@ -46,7 +49,8 @@ from drjax.backends.groups import Remote
 from drjax.backends.kept import Keep
 from drjax.plan import Plan, Value
 
-_STATE = "drjax"  # of the context's state: the slices that stay with the client
+# Records of the context's state: slices that stay with the client, and code of stages.
+_STATE, _CODE = "drjax", "drjax_code"
 _POLL, _PATIENCE = 0.1, 1.0  # seconds between looks for replies, and for one look
 
 
@@ -137,7 +141,11 @@ def compile(
 
 
 def client(
-    load: Callable[[Any], Any], initial: Callable[[Any], Any] | None = None
+    load: Callable[[Any], Any],
+    initial: Callable[[Any], Any] | None = None,
+    *,
+    min_groups: int = 0,
+    stages: Collection[str] | None = None,
 ) -> Any:
     """A Flower `ClientApp` that runs the local stages of a plan on its own data.
 
@@ -148,12 +156,18 @@ def client(
       initial: A function from the `Context` to the group's slice of the kept argument
         before the first call, a pytree of arrays; of several, a tuple in the order of
         `keep`. Default: zeros.
+      min_groups: What the owner of the data demands, whatever the plan does: the client
+        sends its numbers masked only, for sums of at least so many groups. Default: 0,
+        the demands of the plan.
+      stages: The hashes of the code that the client runs, as `stage_hashes` lists them
+        for a plan; it refuses all other code. Default: it runs what the server sends.
 
     Returns:
       The `ClientApp`.
 
     Raises:
       EngineError: Flower is not installed.
+      DrjaxTypeError: `min_groups` is no integer, or `stages` one text and no list.
 
     Example:
       >>> import numpy as np
@@ -164,6 +178,17 @@ def client(
     """
     flwr = needed("flwr.app", "flower", "drjax.backends.flower")
     app = needed("flwr.clientapp", "flower", "drjax.backends.flower").ClientApp()
+    least = integer_of(min_groups)
+    if least is None:
+        raise DrjaxTypeError(
+            f"client needs min_groups= as an integer, got {min_groups!r}."
+        )
+    if isinstance(stages, str):
+        raise DrjaxTypeError(
+            "client needs stages= as a list of hashes, got one text. Give it what "
+            "drjax.backends.flower.stage_hashes returns."
+        )
+    allowed = None if stages is None else frozenset(stages)
 
     def reply(message: Any, **config: Any) -> Any:
         record = flwr.RecordDict({"drjax": flwr.ConfigRecord(config)})
@@ -176,14 +201,29 @@ def client(
 
     @app.train()
     def train(message: Any, context: Any) -> Any:
+        fields, code = message.content["drjax"], None
+        if "request" in fields:
+            codes = context.state.get(_CODE) or flwr.ConfigRecord()
+            code = code_of_stages.received(fields, codes, allowed)
+            context.state[_CODE] = codes
+            if code is None:
+                return reply(message, **code_of_stages.NEEDED)
         if secure_sums.is_step(message):
-            return secure_sums.answer(message, context, lambda: load(context))
-        request = message.content["drjax"]["request"]
+            own = lambda: load(context)
+            return secure_sums.answer(message, context, own, code, least)
+        secure_sums.forget(context)  # what a round that ended early has left
+        if least:
+            raise ValueError(
+                f"the owner of this client demands secure sums of {least} groups at "
+                "least, and the stage has none"
+            )
+        request = fields["request"]
         # Of the context's state, as the next message may start another process.
         store = context.state.get(_STATE) or flwr.ConfigRecord()
         # Functions: a stage that reads none of the data must not load it.
         begin = None if initial is None else functools.partial(initial, context)
-        done = client_data.answer(request, lambda: load(context), store, begin)
+        own = lambda: load(context)
+        done = client_data.answer(request, own, store, begin, code)
         context.state[_STATE] = store
         return reply(message, done=done)
 
@@ -355,6 +395,9 @@ class Nodes:
         self._messages, self.secure_range = _Messages(grid), 8.0
         self._queries = ClaimQueries(self._messages, clients, drop)
         self._replies: dict[_Sent, Any] = {}
+        # Requests by handle, and the numbers of those that were sent again, with code.
+        self._requested: dict[_Sent, tuple[int, bytes]] = {}
+        self._again: dict[_Sent, str | None] = {}
 
     def open(self) -> None:
         self._stored.begin()
@@ -370,12 +413,17 @@ class Nodes:
         # Reading the stages of a file takes a while: once for each runner.
         if "partials" not in call.cache:
             call.cache["partials"] = untrusted_replies.partials_of(call.job.file)
+            files = code_of_stages.files_of_stages(call.job.file)
+            call.cache["code"] = code_of_stages.SentCode(files)
         partials = call.cache["partials"][call.job.stage]
+        self._code, self._stage = call.cache["code"], call.job.stage
         if any(partial.secure for partial in partials):
             link, clients, limit = self._messages, self._clients, self.secure_range
-            yield from secure_sums.results(call, link, clients, partials, limit)
+            sums = secure_sums.results(call, link, clients, partials, limit, self._code)
+            yield from sums
             return
-        self._requests = client_data.Requests(call, self._stored)
+        code = self._code.files[self._stage]
+        self._requests = client_data.Requests(call, self._stored, code)
         self._checks = partials, call.job.check_nans
         yield from pool_scheduler.results(self, call)
 
@@ -399,9 +447,31 @@ class Nodes:
             refused = "; ".join(["", *self._clients.refused()])
             why = f"no client has the group within {self._start:g} s{refused}"
             return _Sent(None, group, why)
-        content = {"request": self._requests.to_bytes(task)}
+        request = self._requests.to_bytes(task)
+        content = {"request": request, **self._code.fields(node, self._stage)}
         number = self._messages.push(content, node, "train")
-        return _Sent(number, group, f"the SuperLink takes no message for node {node}")
+        sent = _Sent(number, group, f"the SuperLink takes no message for node {node}")
+        self._requested[sent] = node, request
+        return sent
+
+    def _pulled(self, sent: _Sent) -> Any:
+        """Return the reply to a request, None if there is none yet.
+
+        A client that asks for the code gets it, once.
+        """
+        number = self._again.get(sent, sent.number)
+        if number is None:
+            raise BadReply(
+                "it asks for code, and the SuperLink takes no message for it"
+            )
+        reply = self._messages.pull(number)
+        if reply is None or sent in self._again or not code_of_stages.asks(reply):
+            return reply
+        node, request = self._requested[sent]
+        code = self._code.fields(node, self._stage, again=True)
+        content = {"request": request, **code}
+        self._again[sent] = self._messages.push(content, node, "train")
+        return None
 
     def wait(self, handles: Sequence[Any], timeout: float | None) -> Sequence[Any]:
         end = float("inf") if timeout is None else time.monotonic() + timeout
@@ -410,7 +480,7 @@ class Nodes:
                 if sent.number is None or sent in self._replies:
                     continue
                 try:
-                    reply = self._messages.pull(sent.number)
+                    reply = self._pulled(sent)
                 except BadReply as error:
                     # Not raised: `result` turns it into a failure of this group alone.
                     reply = error
@@ -426,6 +496,8 @@ class Nodes:
         if handle.number is None:
             return untrusted_replies.failure(group, handle.why)
         reply = self._replies.pop(handle)
+        self._requested.pop(handle, None)
+        self._again.pop(handle, None)
         try:
             if isinstance(reply, BadReply):
                 raise reply
@@ -446,7 +518,10 @@ class Nodes:
 
     def forget(self, handle: Any) -> None:
         self._replies.pop(handle, None)
-        self._messages.forget(handle.number)
+        self._requested.pop(handle, None)
+        for number in (handle.number, self._again.pop(handle, None)):
+            if number is not None:
+                self._messages.forget(number)
 
     def states(self) -> list[WorkerState]:
         return []

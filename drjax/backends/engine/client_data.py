@@ -31,6 +31,7 @@ from drjax.backends.engine.job import Job
 from drjax.backends.engine.messages import (
     Block,
     BlockResult,
+    File,
     Task,
     kept_outputs,
     rounds_of,
@@ -168,6 +169,7 @@ class Requests:
         they have; arrays are slices that the server sends.
       stored: The keys of the slices that workers have stored; a new key is taken from
         it.
+      code: The file of the stage, which the workers get apart from the requests.
 
     Attributes:
       key: The key under which workers store the slices of this stage that are read
@@ -177,13 +179,12 @@ class Requests:
       DrjaxTypeError: The data of the workers is in more than one argument of the plan.
     """
 
-    def __init__(self, call: StageCall, stored: StoredSlices):
+    def __init__(self, call: StageCall, stored: StoredSlices, code: File):
         self._stored, self.key = stored, stored.new_key()
         self._initial, self._stays = call.initial, any(call.job.stay)
         # A worker has one group, and the driver combines their partial reductions.
-        job = replace(call.job, ops=(), size=1)
-        # Once for all requests. Each has the whole plan file: Flower may start a new
-        # process for each message, which has no file yet.
+        file = replace(code, data=b"")
+        job = replace(call.job, ops=(), size=1, stage=0, file=file)
         self._job = np.frombuffer(job.to_bytes(), np.uint8)
         lazy = [x for x in call.slices if isinstance(x, Lazy)]
         values, tree = [], None
@@ -250,6 +251,7 @@ def answer(
     load: Callable[[], Any],
     store: Store | None = None,
     initial: Callable[[], Any] | None = None,
+    code: bytes | None = None,
 ) -> bytes:
     """Run the stage of a request on the worker's own data, for one group.
 
@@ -266,6 +268,8 @@ def answer(
       initial: A function without arguments that returns, before the first call, the
         group's slice of the kept arguments (those that are results of the call before);
         of several, a tuple. None: zeros.
+      code: The plan file of the stage, of the hash that the request names; None: it is
+        in the request.
 
     Returns:
       The group's partial reductions, or the reason why the group failed, as bytes of
@@ -276,7 +280,7 @@ def answer(
       ValueError: The stage would return slices of the group, or has a secure sum.
     """
     store = {} if store is None else store
-    block, done, demands = _run(request, load, store, initial)
+    block, done, (demands, _) = _run(request, load, store, initial, code)
     # The server asks for such sums by another protocol; the client does not rely on it.
     if any(demands):
         raise ValueError("The stage has a secure sum, which is to be masked.")
@@ -293,15 +297,20 @@ class SecureAnswer:
       slices: The group's slices of the secure sums, in order: to be masked.
       min_groups: The least number of groups that must be summed before a sum is
         revealed: the largest `Reduce.secure` of these sums.
+      bounds: For each of these sums the largest magnitude of a number of one group;
+        None: the engine's.
     """
 
     block: Block
     result: BlockResult
     slices: list[np.ndarray]
     min_groups: int
+    bounds: list[float | None]
 
 
-def answer_secure(request: bytes, load: Callable[[], Any]) -> SecureAnswer:
+def answer_secure(
+    request: bytes, load: Callable[[], Any], code: bytes | None = None
+) -> SecureAnswer:
     """Run a stage with secure sums on the worker's own data, for one group.
 
     Args:
@@ -309,6 +318,8 @@ def answer_secure(request: bytes, load: Callable[[], Any]) -> SecureAnswer:
       load: A function without arguments that returns the group's slice of the argument
         that the workers have, a pytree of arrays. If it raises, or the data does not
         fit the plan, the group has failed.
+      code: The plan file of the stage, of the hash that the request names; None: it is
+        in the request.
 
     Returns:
       A `SecureAnswer`. Its `slices`, what is summed securely, are not masked yet: the
@@ -318,12 +329,12 @@ def answer_secure(request: bytes, load: Callable[[], Any]) -> SecureAnswer:
       RuntimeError: The stage failed, and no single group causes it.
       ValueError: The stage would return slices of the group.
     """
-    block, done, demands = _run(request, load, {}, None)
+    block, done, (demands, bounds) = _run(request, load, {}, None, code)
     pairs = [*zip(done.partials, demands, strict=True)] if done.partials else []
     plain = [x for x, secure in pairs if not secure]
     slices = [np.asarray(x) for x, secure in pairs if secure]
     result = replace(done, partials=plain)
-    return SecureAnswer(block, result, slices, max(demands))
+    return SecureAnswer(block, result, slices, max(demands), bounds)
 
 
 def _run(
@@ -331,7 +342,8 @@ def _run(
     load: Callable[[], Any],
     store: Store,
     initial: Callable[[], Any] | None,
-) -> tuple[Block, BlockResult, list[int]]:
+    code: bytes | None = None,
+) -> tuple[Block, BlockResult, tuple[list[int], list[float | None]]]:
     """Run the stage of a request: the common part of `answer` and `answer_secure`.
 
     Args:
@@ -345,12 +357,14 @@ def _run(
       initial: A function without arguments that returns, before the first call, the
         group's slice of the kept arguments (those that are results of the call before);
         None: zeros.
+      code: The plan file of the stage; None: it is in the request.
 
     Returns:
       `(block, result, demands)`: the block of the group; its `BlockResult`, without
-      slices; and for each of the stage's partial reductions the `Reduce.secure`, the
-      least number of groups to sum, 0 if it is not secure. If the group failed, the
-      block masks it, and the result has only the reason.
+      slices; and a pair of lists: for each of the stage's partial reductions the
+      `Reduce.secure`, the least number of groups to sum, 0 if it is not secure; and for
+      each secure one its `Reduce.bound`. If the group failed, the block masks it, and
+      the result has only the reason.
 
     Raises:
       RuntimeError: The stage failed, and no single group causes it.
@@ -366,7 +380,8 @@ def _run(
         block = block.without(valid)
     job = Job.from_bytes(job_bytes.tobytes())
     # The server does not decide what code a client's process may call.
-    job = replace(job, file=replace(job.file, custom_calls=()))
+    data = job.file.data if code is None else code
+    job = replace(job, file=replace(job.file, data=data, custom_calls=()))
     # With the group masked out it does not run, and only the failure is answered.
     done = job.run(block, failed)
     # The server refuses such plans as well; the client does not rely on that.
@@ -379,7 +394,8 @@ def _run(
             del store[key]
     if done.slices:
         store[header["key"]] = wire_format.to_bytes({}, done.slices)
-    return block, replace(done, slices=[]), worker.demands(job.file, job.stage)
+    about = worker.demands(job.file, job.stage), worker.bounds(job.file, job.stage)
+    return block, replace(done, slices=[]), about
 
 
 def _slices(

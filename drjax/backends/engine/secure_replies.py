@@ -1,10 +1,10 @@
 """Replies of clients in the protocol of secure sums, validated.
 
-Input: a client's reply, of any content, to a message of Flower's SecAgg+. Output: the
+Input: a client's reply, of any content, to a message of Flower's SecAgg. Output: the
 fields that Flower's workflow reads. `untrusted_replies` validates partial reductions.
 
-Invariants: nothing in a reply decides how much memory is taken. Sharp edges: keys,
-shares and masked values are not judged, as any bytes or integers may be right.
+Invariants: nothing in a reply decides how much memory is taken. Sharp edges: shares and
+masked values are not judged, as any bytes or integers may be right.
 """
 
 import io
@@ -58,6 +58,26 @@ def fields_of(reply: Any, now: str, nodes: set[int], length: int) -> dict[str, A
     if any(type(x) is not int for x in sent) or len({*sent} & nodes) != count:
         raise BadReply(f"its {ids} are not the clients that take part")
     return {ids: sent, values: _short_bytes(values, of(values), count)}
+
+
+def check_keys(fields: dict[str, Any], seen: set[bytes]) -> None:
+    """Raise `BadReply` if public keys cannot be read, or are in `seen`, others'.
+
+    They are added to `seen`. A client that gets such a key ends: the server must not
+    take it for the one that lies.
+    """
+    ec = "cryptography.hazmat.primitives.asymmetric.ec"
+    curve = needed(ec, "flower", "Flower").SECP384R1
+    module = needed("flwr.server.workflow.secure_aggregation.secaggplus_workflow",
+                    "flower", "Flower")  # fmt: skip
+    for name, data in fields.items():
+        try:
+            known = isinstance(module.bytes_to_public_key(data).curve, curve)
+        except Exception as error:
+            raise BadReply(f"its {name} is no public key") from error
+        if not known or data in seen:
+            raise BadReply(f"its {name} is of another curve, or that of another client")
+        seen.add(data)
 
 
 def _items(name: str, x: Any, count: int) -> list[Any]:

@@ -1,24 +1,24 @@
-"""Secure sums on Flower: its SecAgg+ protocol around a stage of the groups.
+"""Secure sums on Flower: its SecAgg protocol around a stage of the groups.
 
 Input: a `StageCall` whose stage has secure sums, and a link to the clients. Output:
 what an `Engine` yields: for each client its other partial reductions, and in the end
 the secure sums of all. At a client: a message of the protocol, and its reply.
 
-Both halves are Flower's own, `flwr.client.mod.secaggplus_mod` and
-`flwr.server.workflow.SecAggPlusWorkflow` (Bell et al. 2020), in four exchanges: keys;
-shares of the secrets, encrypted for the other clients; masked values; shares of the
-masks. This module hands them the values, and validates what clients send.
+Both halves are Flower's own, `secaggplus_mod` and `SecAggPlusWorkflow`, on the complete
+graph, which is SecAgg (Bonawitz et al. 2017), in four exchanges: keys; shares of the
+secrets, encrypted for the other clients; masked values; shares of the masks.
+`secure_masks` has the masks; this module hands over the values, and validates what
+clients send.
 
 Invariants: of a slice that is summed securely, only the masked value leaves the client.
-All secure sums of a stage are one vector of integers modulo 2^32, in steps of
-`step(...)`. A sum is unmasked only if `least_groups(...)` clients sent masked values,
-which the clients check as well.
+All secure sums of a stage are one vector of integers modulo 2^32, each sum in steps of
+`step(...)` of its own range. A sum is unmasked only if `least_groups(...)` clients sent
+masked values, which the clients check as well. Keys and shares are deleted when their
+round is over.
 
 Sharp edges: the server is honest but curious: it passes on the clients' public keys,
-and names the clients that are gone. Flower 1.41 draws each mask from 32 bits of a
-secret, which can be tried one by one: masks hide values in messages and logs, not from
-an attacker who computes for hours. A client may send any masked value or share, so that
-one that lies can make the sum wrong, or end the call.
+and names the clients that are gone. A client may send any masked value or share: one
+that lies can shift the sum within its range, or end the call.
 """
 
 import math
@@ -33,19 +33,20 @@ import numpy as np
 from drjax._errors import DrjaxValueError, EngineError
 from drjax.backends.engine import (
     client_data,
+    secure_masks,
     secure_replies,
     untrusted_replies,
     wire_format,
 )
 from drjax.backends.engine.assignment import Assignment
 from drjax.backends.engine.blocks_of_groups import blocks_of_groups
+from drjax.backends.engine.code_of_stages import SentCode, asks
 from drjax.backends.engine.extras import needed
 from drjax.backends.engine.messages import Block, BlockResult, rounds_of
 from drjax.backends.engine.protocols import Results, StageCall
 from drjax.backends.engine.untrusted_replies import BadReply, Partial
 from drjax.plan import Plan
 
-_MODULUS = 2**32
 _POLL = 0.1  # seconds between looks for replies
 
 
@@ -128,31 +129,90 @@ def least_groups(partials: Sequence[Partial], clients: int) -> int:
 
 
 def is_step(message: Any) -> bool:
-    """Return whether a Flower message to a client is of the SecAgg+ protocol."""
+    """Return whether a Flower message to a client is of the SecAgg protocol."""
     return secure_replies.configs_key() in message.content.config_records
 
 
-def answer(message: Any, context: Any, load: Callable[[], Any]) -> Any:
-    """Answer a message of the SecAgg+ protocol of secure sums, at a client.
+def answer(
+    message: Any,
+    context: Any,
+    load: Callable[[], Any],
+    code: bytes | None = None,
+    min_groups: int = 0,
+) -> Any:
+    """Answer a message of the SecAgg protocol of secure sums, at a client.
 
     Args:
       message: The Flower message.
       context: Flower's `Context`, which keeps the client's secrets between messages.
       load: Returns the group's own data, a pytree of arrays.
+      code: The plan file of the stage, with the message that has the request.
+      min_groups: The least number of groups that the client's owner demands; 0: that of
+        the plan.
 
     Returns:
       The reply, a Flower message.
 
     Raises:
-      ValueError: The server demands too few groups, or its messages are out of order.
+      ValueError: The server demands too few groups, its messages are out of order, or
+        another client sent a share that cannot be decrypted.
     """
-    mod = needed("flwr.client.mod", "flower", "Flower").secaggplus_mod
     flwr = needed("flwr.app", "flower", "Flower")
+    key = secure_replies.constants()
+    fields = message.content.config_records[secure_replies.configs_key()]
+    stage = fields.get(key.Key.STAGE)
+    run = lambda m, c: _run_to_be_masked(m, c, load, code, min_groups)
+    over = True  # but for a reply after which the protocol goes on
     try:
-        return mod(message, context, lambda m, c: _run_to_be_masked(m, c, load))
+        if stage == key.Stage.UNMASK:
+            _check_unmasking(fields)
+        if stage == key.Stage.COLLECT_MASKED_VECTORS:
+            _check_shares(fields, context)
+        reply = secure_masks.client_mod()(message, context, run)
+        over = stage == key.Stage.UNMASK
+        return reply
     except _Failed as failed:
         record = flwr.ConfigRecord({"done": failed.done})
         return flwr.Message(flwr.RecordDict({"drjax": record}), reply_to=message)
+    finally:
+        if over:
+            forget(context)
+
+
+def forget(context: Any) -> None:
+    """Delete a client's keys, and its shares of others' secrets, if it has any."""
+    context.state.config_records.pop(secure_replies.constants().RECORD_KEY_STATE, None)
+
+
+def _check_unmasking(fields: Any) -> None:
+    """Raise `ValueError` if a server asks for both secrets of one client.
+
+    One unmasks the value that it sent, the other replaces one that it did not send.
+    """
+    key = secure_replies.constants().Key
+    both = {*fields[key.ACTIVE_NODE_ID_LIST]} & {*fields[key.DEAD_NODE_ID_LIST]}
+    if both:
+        raise ValueError(
+            f"the server asks for both secrets of node {min(both)}, which would reveal "
+            "its numbers"
+        )
+
+
+def _check_shares(fields: Any, context: Any) -> None:
+    """Raise `ValueError` with the node whose share this client cannot decrypt."""
+    module = needed(secure_masks.CLIENT, "flower", "Flower")
+    constants = secure_replies.constants()
+    record = context.state.config_records.get(constants.RECORD_KEY_STATE, {})
+    keys = module.SecAggPlusState(**record).ss2_dict
+    names = constants.Key.SOURCE_LIST, constants.Key.CIPHERTEXT_LIST
+    for node, data in zip(*(fields[name] for name in names), strict=True):
+        try:
+            module.decrypt(keys[node], data)
+        except Exception as error:
+            raise ValueError(
+                f"node {node} sent it a share that it cannot decrypt: one of the two "
+                "lies, or their messages were changed"
+            ) from error
 
 
 class _Failed(Exception):
@@ -165,13 +225,22 @@ class _Failed(Exception):
         self.done = done
 
 
-def _run_to_be_masked(message: Any, context: Any, load: Callable[[], Any]) -> Any:
+def _run_to_be_masked(
+    message: Any,
+    context: Any,
+    load: Callable[[], Any],
+    code: bytes | None,
+    min_groups: int,
+) -> Any:
     """Run the stage for the client's group; Flower's `secaggplus_mod` masks the result.
 
     Args:
       message: The third message of the protocol, with the request.
       context: Flower's `Context`, with what the server has set up.
       load: Returns the group's own data, a pytree of arrays.
+      code: The plan file of the stage.
+      min_groups: The least number of groups that the client's owner demands; 0: that of
+        the plan.
 
     Returns:
       A Flower message with the slices of secure sums as one vector, which the mod
@@ -179,27 +248,41 @@ def _run_to_be_masked(message: Any, context: Any, load: Callable[[], Any]) -> An
 
     Raises:
       _Failed: The group failed, or a number is out of range.
-      ValueError: The server would reveal a sum of fewer groups than the plan demands.
+      ValueError: The server would reveal a sum of fewer groups than the plan or the
+        owner demands; or the owner demands secure sums, and the stage has others.
     """
     flwr = needed("flwr.app", "flower", "Flower")
     common = needed("flwr.common", "flower", "Flower")
     compat = needed("flwr.compat.common.recorddict_compat", "flower", "Flower")
     set_up = context.state.config_records[secure_replies.constants().RECORD_KEY_STATE]
-    secure = client_data.answer_secure(message.content["drjax"]["request"], load)
+    request = message.content["drjax"]["request"]
+    secure = client_data.answer_secure(request, load, code)
     if set_up["threshold"] < secure.min_groups:
         # The server sets the protocol up; the demand of the plan is the client's.
         raise ValueError(
             f"the server would reveal a sum of {set_up['threshold']} groups, but the "
             f"plan demands {secure.min_groups}"
         )
+    if set_up["threshold"] < min_groups or (min_groups and secure.result.partials):
+        raise ValueError(
+            f"the owner of this client demands secure sums of {min_groups} groups at "
+            f"least, and the server would reveal {set_up['threshold']}, with "
+            f"{len(secure.result.partials)} numbers or arrays in plain"
+        )
     if secure.result.failed:
         raise _Failed(wire_format.result_to_bytes(secure.block, secure.result))
-    limit = set_up["clipping_range"]
-    vector = np.concatenate([np.ravel(x).astype(np.float64) for x in secure.slices])
-    if not (np.abs(vector) <= limit).all():
+    vector, limit = [], set_up["clipping_range"]
+    for x, bound in zip(secure.slices, secure.bounds, strict=True):
+        own, numbers = _limit(bound or limit), np.ravel(x).astype(np.float64)
+        # Of two powers of 2: exact. The protocol has one range for all.
+        vector.append(numbers * (limit / own))
+        if (np.abs(numbers) <= own).all():
+            continue
         # The text does not tell the number.
-        why = f"a number of its secure sum is not in the range of {limit:g}, or no "
-        why += "number: give the engine a larger secure_range, or scale what is summed"
+        why = (
+            f"a number of its secure sum is not in the range of {own:g}, or no number: "
+        )
+        why += "give the sum a larger bound=, or the engine a larger secure_range"
         failed = {int(secure.block.groups[0]): why}
         result = BlockResult([], [], failed, secure.result.pid, secure.result.seconds)
         raise _Failed(
@@ -208,7 +291,7 @@ def _run_to_be_masked(message: Any, context: Any, load: Callable[[], Any]) -> An
     content = compat.fitres_to_recorddict(
         common.FitRes(
             common.Status(common.Code.OK, ""),
-            common.ndarrays_to_parameters([vector]),
+            common.ndarrays_to_parameters([np.concatenate(vector)]),
             1,
             {},
         ),
@@ -267,6 +350,7 @@ def results(
     nodes: Assignment,
     partials: Sequence[Partial],
     secure_range: float,
+    code: SentCode,
 ) -> Results:
     """Run a stage with secure sums on all clients: the `Engine.results` of such stages.
 
@@ -275,7 +359,9 @@ def results(
       link: The link to the clients.
       nodes: Which client process, a node of Flower, has which group.
       partials: The planned partial reductions of the stage.
-      secure_range: The largest magnitude of a number of one group.
+      secure_range: The largest magnitude of a number of one group, of sums without one
+        of their own.
+      code: The record of the code that clients were sent.
 
     Yields:
       Pairs of a `Block` of one group and its `BlockResult`, without secure sums, in the
@@ -284,7 +370,8 @@ def results(
     Raises:
       EngineError: Too few clients are left to reveal the sums.
     """
-    requests, clients = client_data.Requests(call, client_data.StoredSlices()), {}
+    stored, clients = client_data.StoredSlices(), {}
+    requests = client_data.Requests(call, stored, code.files[call.job.stage])
     for block, failed in blocks_of_groups(call.slices, call.alive, 1):
         group = int(block.groups[0])
         if block.valid.any() and (node := nodes[group]) is not None:
@@ -295,7 +382,9 @@ def results(
             yield block, untrusted_replies.failure(group, why)
     while True:
         least = _check_enough(call, partials, len(clients), len(clients))
-        aggregation = _Aggregation(link, clients, partials, call, secure_range, least)
+        aggregation = _Aggregation(
+            link, clients, partials, call, secure_range, least, code
+        )
         aggregation.agree_on_keys()
         if not aggregation.lost:
             break
@@ -340,7 +429,7 @@ def _check_enough(
 
 
 class _Aggregation:
-    """One run of the SecAgg+ protocol by Flower's workflow: four exchanges.
+    """One run of the SecAgg protocol by Flower's workflow: four exchanges.
 
     The workflow calls it: it has methods of a grid, a strategy and a client manager.
 
@@ -351,6 +440,7 @@ class _Aggregation:
       call: The run of the stage.
       secure_range: The largest magnitude of a number of one group.
       least: How many clients must be left, to the end.
+      code: The record of the code that clients were sent.
 
     Attributes:
       lost: A dict from the id of a node that was lost to the reason.
@@ -364,28 +454,27 @@ class _Aggregation:
         call: StageCall,
         secure_range: float,
         least: int,
+        code: SentCode,
     ):
         flwr = needed("flwr.app", "flower", "Flower")
-        package = "flwr.server.workflow"
-        keys = needed(f"{package}.constant", "flower", "Flower")
-        module = needed(
-            f"{package}.secure_aggregation.secaggplus_workflow", "flower", "Flower"
-        )
+        keys = needed("flwr.server.workflow.constant", "flower", "Flower")
+        state = needed(secure_masks.SERVER, "flower", "Flower").WorkflowState
         self.lost: dict[int, str] = {}
         self._link, self._clients, self._call = link, clients, call
         self._partials, self._timeout = partials, call.options.timeout
         self._done: dict[int, BlockResult] = {}
         self._mean: np.ndarray | None = None
-        self._workflow = module.SecAggPlusWorkflow(
-            1.0,  # each client has a share of each other one's secrets
-            least,
-            max_weight=1.0,
-            clipping_range=_limit(secure_range),
-            quantization_range=_levels(len(call.alive)),
-            modulus_range=_MODULUS,
+        self._code, self._limit = code, _limit(secure_range)
+        self._levels = _levels(len(call.alive))
+        self._left, self._keys = len(clients), set()
+        self._workflow = secure_masks.workflow(
+            self._check_total,
+            reconstruction_threshold=least,
+            clipping_range=self._limit,
+            quantization_range=self._levels,
             timeout=self._timeout,
         )
-        self._state = module.WorkflowState()
+        self._state = state()
         records = {
             keys.MAIN_CONFIGS_RECORD: flwr.ConfigRecord({keys.Key.CURRENT_ROUND: 1}),
             keys.MAIN_PARAMS_RECORD: flwr.ArrayRecord(),
@@ -423,7 +512,15 @@ class _Aggregation:
         Raises:
           EngineError: Too few clients sent their shares.
         """
-        if not self._exchange("unmask_stage") or self._mean is None:
+        self._left = left
+        try:
+            enough = self._exchange("unmask_stage")
+        except EngineError:
+            raise
+        # What Flower makes of shares that are no shares.
+        except Exception as error:
+            raise self._wrong(f"the shares of a mask do not fit: {error}") from error
+        if not enough or self._mean is None:
             raise EngineError(
                 f"The secure sum in {self._call.job.location} cannot be revealed: too "
                 f"few clients sent shares of the masks: {'; '.join(self.lost.values())}"
@@ -434,12 +531,32 @@ class _Aggregation:
             total = None
             if partial.secure:
                 size = math.prod(partial.shape)
-                total = vector[start : start + size].reshape(partial.shape)
+                own = _limit(partial.bound or self._limit) / self._limit
+                total = own * vector[start : start + size].reshape(partial.shape)
                 if np.issubdtype(partial.dtype, np.integer):
                     total = np.rint(total)
                 total, start = total.astype(partial.dtype), start + size
             totals.append(total)
         return totals
+
+    def _check_total(self, weights: int, vectors: Sequence[np.ndarray]) -> None:
+        """Raise `EngineError` for sums that honest clients cannot have sent.
+
+        Each honest weight is `levels`, and each number from 0 to `levels`.
+        """
+        most = self._left * self._levels
+        if weights != most:
+            raise self._wrong(f"weights add up to {weights}, not to {most}")
+        if any((x > most).any() for x in vectors):
+            raise self._wrong("it is larger than the range of all numbers allows")
+
+    def _wrong(self, why: str) -> EngineError:
+        """Return the error for a sum that is not that of numbers in their range."""
+        return EngineError(
+            f"The secure sum in {self._call.job.location} is not used, as {why}: one "
+            f"of {self._left} clients has sent a wrong mask, number or share. Masks "
+            "hide which one."
+        )
 
     def failures(self) -> Iterator[tuple[Block, BlockResult]]:
         """Yield the block of each lost client's group, and a result with the reason."""
@@ -487,7 +604,7 @@ class _Aggregation:
         return None, {}
 
     def send_and_receive(self, messages: Any, *, timeout: float | None) -> list:
-        """Send messages to clients: Flower's SecAgg+ workflow calls it as its `Grid`.
+        """Send messages to clients: Flower's workflow calls it as its `Grid`.
 
         A client without a reply in time, or with one that is malformed, enters `lost`.
 
@@ -498,23 +615,25 @@ class _Aggregation:
         Returns:
           The validated replies of the other clients.
         """
-        sent, replies, key = {}, [], secure_replies.configs_key()
+        sent, again, replies, key = {}, {}, [], secure_replies.configs_key()
         for message in messages:
-            node, content = message.metadata.dst_node_id, {}
-            if self._now == "collect_masked_vectors_stage":
-                content["request"] = self._clients[node].request
+            node = message.metadata.dst_node_id
             # A copy, as the workflow sends all clients the same one.
             record = message.content.config_records[key].copy()
-            number = self._link.push(content, node, "train", **{key: record})
-            if number is None:
-                self.lost[node] = f"the SuperLink takes no message for node {node}"
-            else:
-                sent[node] = number
+            sent[node] = self._push(node, {key: record})
+            again[node] = {key: record.copy()}
+            if sent[node] is None:
+                del sent[node]
         end = math.inf if timeout is None else time.monotonic() + timeout
         while sent:
             for node, number in [*sent.items()]:
                 try:
                     reply = self._link.pull(number)
+                    if reply is not None and asks(reply) and node in again:
+                        sent[node] = self._push(node, again.pop(node), code=True)
+                        if sent[node] is None:
+                            del sent[node]
+                        continue
                     if reply is not None:
                         replies.append(self._validated(node, reply))
                 except BadReply as error:
@@ -530,6 +649,20 @@ class _Aggregation:
             self._link.forget(number)
             self.lost[node] = f"its client took longer than {timeout} s"
         return replies
+
+    def _push(self, node: int, records: dict, code: bool = False) -> str | None:
+        """Send a message of the exchange; `code`: with the code of the stage again.
+
+        Return its number; None if it cannot be sent, so that the node is lost.
+        """
+        content = {}
+        if self._now == "collect_masked_vectors_stage":
+            content["request"] = self._clients[node].request
+            content |= self._code.fields(node, self._call.job.stage, again=code)
+        number = self._link.push(content, node, "train", **records)
+        if number is None:
+            self.lost[node] = f"the SuperLink takes no message for node {node}"
+        return number
 
     def _validated(self, node: int, reply: Any) -> Any:
         """Validate a client's reply, and make what the workflow takes for a message.
@@ -553,6 +686,8 @@ class _Aggregation:
             content, done = self._nothing(), self._validated_result(node, reply)
         nodes = {*self._clients}
         fields = secure_replies.fields_of(reply, self._now, nodes, self._length)
+        if self._now == "setup_stage":
+            secure_replies.check_keys(fields, self._keys)
         if done is not None:
             self._done[node] = done  # all of the reply fits
         content[secure_replies.configs_key()] = flwr.ConfigRecord(fields)

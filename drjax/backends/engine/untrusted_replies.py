@@ -51,6 +51,8 @@ class Partial:
       secure: Of a secure sum the least number of groups to sum, int; 0 if it is none.
       encoded: What the reply's array decodes to, `(wire, shape)`, if it is the codes of
         an encoded partial reduction; else None.
+      bound: Of a secure sum the largest magnitude of a number of one group; None: the
+        engine's.
     """
 
     op: str
@@ -59,6 +61,7 @@ class Partial:
     dtype: np.dtype
     secure: int = 0
     encoded: tuple[Wire, tuple[int, ...]] | None = None
+    bound: float | None = None
 
     @property
     def nbytes(self) -> int:
@@ -131,7 +134,7 @@ def _planned(op: str, name: str, aval: Any, reduce: Reduce | None) -> Partial:
     if (wire := wire_of(reduce)) is not None:
         codes = (wire.nbytes(math.prod(shape)),)
         return Partial(op, name, codes, np.dtype(np.uint8), encoded=(wire, shape))
-    return Partial(op, name, shape, dtype, reduce.secure)
+    return Partial(op, name, shape, dtype, reduce.secure, bound=reduce.bound)
 
 
 def failure(group: int, why: str) -> BlockResult:

@@ -53,6 +53,7 @@ class LoadedPlan:
       demands: For each local stage, in the order of `rounds_of`, a list with one int
         for each array of `BlockResult.partials`: the least number of groups to sum,
         `Reduce.secure`; 0 if it is not secure, or belongs to a fold.
+      bounds: For each local stage a list with the `Reduce.bound` of each secure sum.
     """
 
     def __init__(self, file: File):
@@ -75,6 +76,7 @@ class LoadedPlan:
             [*(x.secure for x in r.partials), *[0] * (k + bool(k))]
             for r, k in zip(rounds, states, strict=True)
         ]
+        self.bounds = [[x.bound for x in r.partials if x.secure] for r in rounds]
 
     def run(self, task: Task, shared: list[np.ndarray]) -> BlockResult:
         """Run a stage on a block, and find the groups that fail.
@@ -495,6 +497,11 @@ def demands(file: File, stage: int) -> list[int]:
       to sum, `Reduce.secure`; 0 if it is not secure.
     """
     return _loaded(file).demands[stage]
+
+
+def bounds(file: File, stage: int) -> list[float | None]:
+    """Return the `Reduce.bound` of each secure sum of a stage, as `demands` does."""
+    return _loaded(file).bounds[stage]
 
 
 def skip(number: int) -> None:

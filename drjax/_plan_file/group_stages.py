@@ -1,0 +1,54 @@
+"""Plan files of single local stages: the code that a client of others' plans gets.
+
+Input: rounds of an exported plan. Output: for each a plan of that round alone, whose
+arguments are the inputs of the local stage, and its file.
+
+Invariants: the file has no server stage, so nothing that one closes over; equal stages
+have equal files, whatever plan they are in. Sharp edges: the function of a fold, which
+the server runs, is part of its round, and so of the file.
+"""
+
+import jax
+
+from drjax._plan_file import container
+from drjax._plan_file.encode import encode
+from drjax.plan import Plan, Round, Stage
+
+
+def file_of_stage(owner: Plan, a_round: Round) -> bytes:
+    """Return the plan file of the local stage of a round, whose stages are exported.
+
+    `owner` is the plan, or body of a loop, that has the round.
+    """
+    local, kept = a_round.local, owner.kept()
+    # The gathers of the round are slices that are kept.
+    slices = [v for v in local.outputs if v.name in kept]
+    known = {v.name for v in local.inputs}
+    others = [v for fold in a_round.folds for v in (*fold.consts, *fold.init)]
+    unique = {v.name: v for v in others if v.name not in known}
+    results = [r.result for r in a_round.partials]
+    results += [v for fold in a_round.folds for v in fold.results]
+    alone = Round(
+        _nothing(),
+        tuple(v for v in local.inputs if not v.partitioned),
+        (),
+        local,
+        tuple(a_round.partials),
+        folds=a_round.folds,
+    )
+    plan = Plan(
+        local.name,
+        owner.partition,
+        (alone,),
+        _nothing(),
+        (*local.inputs, *unique.values()),
+        (*results, *slices),
+        None,
+        None,
+    )
+    return container.to_bytes(*encode(plan))
+
+
+def _nothing() -> Stage:
+    """Make a server stage without inputs and outputs."""
+    return Stage("", (), (), jax.make_jaxpr(lambda: ())())
