@@ -12,10 +12,12 @@ lists are slow to read.
 
 import bisect
 import itertools
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from drjax import _storage
@@ -37,8 +39,9 @@ class Parquet(Groups):
         `gs://bucket/groups-*.parquet`, of any file system that fsspec knows.
       columns: A function from a group's values by column name to the group's pytree.
         The values are numpy arrays or scalars; columns of lists, nested to any depth,
-        have arrays. Default: the pytree is the dict of these values, or the value of
-        the only column.
+        have arrays, and so have those of tensors (Arrow's, and Hugging Face's);
+        categories are decoded. What it does not read is not decoded. Default: the
+        pytree is the dict of these values, or the value of the only column.
 
     Raises:
       EngineError: pyarrow is not installed.
@@ -137,9 +140,9 @@ class Parquet(Groups):
             system, name = _storage.file_system_of(path)
             with self._reader.ParquetFile(name, filesystem=system) as file:
                 for batch in file.iter_batches(1024, row_groups=[part]):
-                    names = batch.schema.names
-                    for row in zip(*map(_cells, batch.columns), strict=True):
-                        yield self._group(dict(zip(names, row, strict=True)))
+                    columns = _Columns(batch)
+                    for index in range(batch.num_rows):
+                        yield self._group(_Row(columns, index))
                         count_read += 1
         except Exception as error:
             text = f"it cannot be read from {path}, row group {part}: {error}"
@@ -147,21 +150,22 @@ class Parquet(Groups):
             # their group index.
             yield from itertools.repeat(DrjaxValueError(text), count - count_read)
 
-    def _group(self, row: dict[str, Any]) -> Any:
+    def _group(self, row: "_Row") -> Any:
         """Convert a row of the table to the pytree of its group.
 
         Args:
           row: The values of the row by column name, numpy arrays or scalars.
 
         Returns:
-          `columns(row)`. Without the option `columns`: `row`, or the value of the only
+          `columns(row)`. Without the option `columns`: a dict, or the value of the only
           column. If `columns` raises, a `DrjaxValueError`, which is not raised, so that
           this group alone fails.
         """
         if self.columns is None:
-            return row if len(row) > 1 else next(iter(row.values()))
+            return dict(row) if len(row) > 1 else next(iter(row.values()))
         try:
-            return self.columns(row)
+            # JAX knows dicts as pytrees, but not the row.
+            return jax.tree.map(_as_dict, self.columns(row))
         except Exception as error:
             text = f"its columns give {type(error).__name__}: {error}"
             return DrjaxValueError(text)
@@ -176,11 +180,119 @@ def _parquet() -> Any:
     return needed("pyarrow.parquet", "ray", "Reading Parquet files")
 
 
+class _Columns:
+    """A batch of rows of an Arrow table, of which columns are decoded when asked for."""
+
+    def __init__(self, batch: Any):
+        self.names, self._batch = batch.schema.names, batch
+        self._decoded: dict[str, Any] = {}
+
+    def cells(self, name: str) -> Any:
+        """Return the values of a column as numpy: `_cells`, computed once."""
+        if name not in self._decoded:
+            # By position, as a table may have two columns of one name: the last counts.
+            last = len(self.names) - 1 - self.names[::-1].index(name)
+            self._decoded[name] = _cells(_plain(self._batch.columns[last]))
+        return self._decoded[name]
+
+
+class _Row(MutableMapping):
+    """One row of a table, like a dict from names of columns to numpy arrays.
+
+    A column that is never asked for is never decoded, whatever its type.
+    """
+
+    def __init__(self, columns: _Columns, index: int):
+        self._columns, self._index = columns, index
+        self._own: dict[str, Any] = dict.fromkeys(columns.names, _UNREAD)
+
+    def __getitem__(self, name: str) -> Any:
+        if self._own[name] is _UNREAD:
+            self._own[name] = self._columns.cells(name)[self._index]
+        return self._own[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._own[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._own[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._own)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def __or__(self, other: Any) -> dict[str, Any]:
+        return {**self, **other}
+
+    def __ror__(self, other: Any) -> dict[str, Any]:
+        return {**other, **self}
+
+    def copy(self) -> dict[str, Any]:
+        """Return a dict with all columns."""
+        return dict(self)
+
+
+_UNREAD = object()
+
+
+def _as_dict(x: Any) -> Any:
+    """Return a row as a dict, and anything else as it is."""
+    return dict(x) if isinstance(x, _Row) else x
+
+
+def _plain(column: Any) -> Any:
+    """Convert a column to plain values and lists: no dictionaries, no extensions.
+
+    Categories are decoded. Extension types are read as their storage: the arrays of
+    Hugging Face are lists, and so are tensors, whose shape is restored.
+    """
+    kind, arrow = column.type, needed("pyarrow", "ray", "Reading Parquet files")
+    if arrow.types.is_dictionary(kind):
+        return _plain(column.dictionary_decode())
+    if isinstance(kind, arrow.BaseExtensionType):
+        plain = _plain(column.storage)
+        if isinstance(kind, arrow.FixedShapeTensorType):
+            order = kind.permutation or range(len(kind.shape))
+            if [*order] != [*range(len(kind.shape))]:
+                raise ValueError(f"a tensor column with permuted dimensions {order}")
+            return _in_lists(plain, [*kind.shape][1:])
+        return plain
+    if not hasattr(kind, "value_field") or not hasattr(kind, "value_type"):
+        return column
+    values = _plain(column.values)
+    if values is column.values:
+        return column
+    of_lists = {"mask": column.is_null()} if column.null_count else {}
+    if hasattr(kind, "list_size"):
+        first = column.offset * kind.list_size
+        values = values[first : first + len(column) * kind.list_size]
+        return type(column).from_arrays(values, kind.list_size, **of_lists)
+    return type(column).from_arrays(column.offsets, values, **of_lists)
+
+
+def _in_lists(column: Any, sizes: list[int]) -> Any:
+    """Split the lists of a column into lists of lists, of these sizes."""
+    if not sizes:
+        return column
+    arrow, values = needed("pyarrow", "ray", "Reading Parquet files"), column.values
+    first, size = column.offset * column.type.list_size, column.type.list_size
+    values = values[first : first + len(column) * size]
+    inner = values
+    for extent in reversed(sizes):
+        inner = arrow.FixedSizeListArray.from_arrays(inner, extent)
+    outer = size // math.prod(sizes)
+    of_lists = {"mask": column.is_null()} if column.null_count else {}
+    return arrow.FixedSizeListArray.from_arrays(inner, outer, **of_lists)
+
+
 def _cells(column: Any) -> Any:
     """Convert a column of an Arrow table to numpy: one value for each row of the table.
 
     Args:
-      column: A `pyarrow.Array`, possibly of lists, nested to any depth.
+      column: A `pyarrow.Array`, possibly of lists, nested to any depth, without
+        dictionaries and extension types.
 
     Returns:
       An array `[rows, ...]`; or a list with one array for each row, if lists differ in

@@ -1,7 +1,7 @@
 """Secure sums on Flower: what the server sees, that sums are right, and who is missing.
 
 Covers: drjax.backends.flower, drjax.backends.engine.secure_sums,
-drjax.backends.engine.secure_replies.
+drjax.backends.engine.secure_replies, drjax.backends.engine.secure_masks.
 """
 
 # pyright: reportMissingImports=false
@@ -19,7 +19,7 @@ import pytest
 
 import drjax
 from drjax.backends import flower, reference
-from drjax.backends.engine import secure_sums, wire_format
+from drjax.backends.engine import secure_masks, secure_sums, wire_format
 from tests.helpers.conformance import wait_for
 from tests.helpers.flower_clients import (
     Grid,
@@ -391,6 +391,198 @@ def test_what_cannot_be_masked():
     for wrong in wrongs:
         compiling = lambda r=wrong: flower.compile(plan, None, secure_range=r)
         raises(drjax.DrjaxValueError, "secure_range must be a positive", compiling)
+
+
+# ---------------------------------------------------------------------------------
+# Masks, ranges, and clients that lie
+
+
+def test_masks_are_of_the_whole_secret():
+    """Secrets that Flower folds to one seed have masks that have nothing in common."""
+    secret = bytes(range(32))
+    swapped = secret[4:8] + secret[:4] + secret[8:]
+    a, b = (
+        secure_masks.masks(x, 2**32, [(1,), (8, 512)])[1] for x in (secret, swapped)
+    )
+    assert a.shape == (8, 512) and a.dtype == np.int64
+    assert 0 <= min(a.min(), b.min()) and max(a.max(), b.max()) < 2**32
+    assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.1
+    # Of each bit about a half are set.
+    for bit in range(32):
+        assert abs(np.mean(a >> bit & 1) - 0.5) < 0.05
+    with pytest.raises(ValueError, match="masks are modulo 2"):
+        secure_masks.masks(secret, 2**16, [(1,)])
+
+
+def test_both_ends_draw_them(monkeypatch):
+    import sys
+
+    drawn = []
+    honest = secure_masks.hashlib.shake_256
+    monkeypatch.setattr(
+        secure_masks.hashlib, "shake_256", lambda x: drawn.append(x) or honest(x)
+    )
+    for name in (secure_masks.CLIENT, secure_masks.SERVER):
+        flower.needed(name, "flower", "Flower")
+        fail = lambda *_: pytest.fail("a mask of 32 bits")
+        monkeypatch.setattr(sys.modules[name], "pseudo_rand_gen", fail)
+    check_sums(
+        flower.compile(plan_of(), Logged(), start=0.5)(MODEL, flower.Clients()),
+        [*range(N)],
+    )
+    # Each client one of its own and four pairwise ones; the server those of clients.
+    assert len(drawn) == N * N + N and len({*drawn}) == N + N * (N - 1) // 2
+
+
+def test_another_release_of_flower_is_refused():
+    with pytest.raises(drjax.EngineError, match="This release of Flower draws the mas"):
+        secure_masks._copy(load, pseudo_rand_gen=None)
+
+
+def test_each_sum_has_its_own_range():
+    n = 5
+    small = (1e-3 * DATA[:n]).astype(np.float32)
+
+    @drjax.program(clients=n)
+    def f(x):
+        grad, count = drjax.map_fn(lambda x: (x, jnp.full((), 600.0)), x)
+        grad = drjax.reduce_sum(grad, secure=True, bound=0.01)
+        return grad, drjax.reduce_sum(count, secure=True, bound=1000)
+
+    plan = drjax.make_plan(f)(jax.ShapeDtypeStruct((n, D), jnp.float32))
+    assert "numbers up to 0.01" in str(plan)
+    of_context = lambda context: small[context.node_config["partition-id"]]
+    grad, count = flower.compile(plan, Logged(load=of_context), start=0.5)(
+        flower.Clients()
+    )
+    assert count == 3000
+    error = np.abs(grad - small.sum(0, dtype=np.float64)).max()
+    assert error < n * secure_sums.step(n, 0.01) + 1e-9
+    big = lambda context: 20 * of_context(context)
+    run = flower.compile(plan, Logged(load=big), start=0.5)
+    with pytest.raises(drjax.EngineError, match="not in the range of 0.015625, or no"):
+        run(flower.Clients())
+
+
+def test_gradients_are_masked():
+    n = 4
+
+    @drjax.program(clients=n)
+    def loss(model, x):
+        square = lambda m, x: jnp.sum((m * x - 1) ** 2) / D
+        y = drjax.map_fn(square, (drjax.broadcast(model), x))
+        return drjax.reduce_sum(y, secure=True, min_groups=3)
+
+    kind = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    grid = Logged(n)
+    plan = drjax.make_plan(jax.value_and_grad(loss))(kind(D), kind(n, D))
+    value, grad = flower.compile(plan, grid, start=0.5)(MODEL + 1, flower.Clients())
+    expected = jax.value_and_grad(loss)(MODEL + 1, DATA[:n])
+    np.testing.assert_allclose(value, expected[0], atol=1e-6)
+    np.testing.assert_allclose(grad, expected[1], atol=1e-6)
+    for _, _, reply in grid.log:
+        if "done" in reply.content.get("drjax", {}):
+            done = bytes(reply.content["drjax"]["done"])
+            assert wire_format.result_from_bytes(done)[1].partials == []
+
+
+def array(change):
+    """A lie about one of the two masked arrays."""
+    import io
+
+    def lie(data):
+        x = change(np.load(io.BytesIO(data)))
+        buffer = io.BytesIO()
+        np.save(buffer, x)
+        return buffer.getvalue()
+
+    return lie
+
+
+LEVELS = secure_sums._levels(N)
+
+
+@pytest.mark.parametrize(
+    "stage, name, value, text",
+    [
+        (
+            "collect_masked_vectors", "masked_params",
+            lambda x: [array(lambda a: (a - N * LEVELS) % 2**32)(x[0]), x[1]],
+            "weights add up to 0, not to",
+        ),
+        (
+            "collect_masked_vectors", "masked_params",
+            lambda x: [array(lambda a: (a + 1) % 2**32)(x[0]), x[1]],
+            "weights add up to",
+        ),
+        (
+            "collect_masked_vectors", "masked_params",
+            lambda x: [x[0], array(lambda v: (v + 3 * 2**30) % 2**32)(x[1])],
+            "it is larger than the range of all numbers allows",
+        ),
+        ("unmask", "shares", lambda x: [b"y" * 34] * len(x), "shares of a mask do not"),
+    ],
+)  # fmt: skip
+def test_sums_that_cannot_be_right(stage, name, value, text):
+    grid = Logged(lie=change(stage, name, value))
+    run = flower.compile(plan_of(), grid, start=0.5, on_error="drop")
+    with pytest.raises(drjax.EngineError, match=text) as caught:
+        run(MODEL, flower.Clients())
+    assert "one of 5 clients has sent a wrong mask" in str(caught.value)
+    assert not run.report.dropped  # no one is blamed
+
+
+@pytest.mark.parametrize(
+    "name, value, text",
+    [
+        ("pk1", b"x" * 100, "its pk1 is no public key"),
+        ("pk2", b"", "its pk2 is no public key"),
+    ],
+)
+def test_a_bad_key_is_its_clients_failure(name, value, text):
+    grid = Logged(lie=change("setup", name, value))
+    run = flower.compile(plan_of(), grid, start=0.5, on_error="drop")
+    check_sums(run(MODEL, flower.Clients()), [0, 1, 3, 4])
+    assert [*run.report.dropped] == [2] and text in run.report.dropped[2]
+
+
+def test_a_repeated_key_is_its_clients_failure():
+    def lie(now, group, reply):
+        if now == "setup" and group == 2:
+            reply.content[CONFIGS]["pk1"] = reply.content[CONFIGS]["pk2"]
+
+    run = flower.compile(plan_of(), Logged(lie=lie), start=0.5, on_error="drop")
+    check_sums(run(MODEL, flower.Clients()), [0, 1, 3, 4])
+    assert "or that of another client" in run.report.dropped[2]
+
+
+def test_a_share_that_cannot_be_decrypted_names_its_sender():
+    lie = change("share_keys", "ctxts", lambda x: [b"x" * 50, *x[1:]])
+    run = flower.compile(plan_of(), Logged(lie=lie), start=0.5, on_error="drop")
+    run(MODEL, flower.Clients())
+    (why,) = run.report.dropped.values()
+    assert "node 102 sent it a share that it cannot decrypt" in why
+
+
+def test_clients_refuse_to_reveal_both_secrets():
+    from flwr.app import ConfigRecord
+
+    fields = ConfigRecord({"active_nids": [1, 2, 3], "dead_nids": [3]})
+    with pytest.raises(ValueError, match="asks for both secrets of node 3"):
+        secure_sums._check_unmasking(fields)
+
+
+def test_keys_and_shares_are_deleted():
+    state = lambda grid, i: grid.contexts[i].state.config_records.keys()
+    grid = Logged(gone={"unmask": [1]})
+    run = flower.compile(plan_of(), grid, start=0.5)
+    run(MODEL, flower.Clients())
+    assert "secaggplus_state" not in state(grid, 0)
+    # The client that was not asked has them until the next message.
+    assert "secaggplus_state" in state(grid, 1)
+    grid.gone, grid.left = {}, set()
+    run(MODEL, flower.Clients())
+    assert "secaggplus_state" not in state(grid, 1)
 
 
 # ---------------------------------------------------------------------------------
