@@ -34,6 +34,7 @@ from drjax._api.validate import (
     flatten_partitioned,
     function_name,
 )
+from drjax._error_texts import brief
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._primitives.fold_groups import reduce_fold_p
 from drjax._primitives.map_fn import trace_group
@@ -217,8 +218,8 @@ def _neutral_state(init: PyTree, tree, leaves) -> list:
     if init_tree != tree:
         raise DrjaxValueError(
             "drjax.reduce needs init with the structure of x, a state of one group, "
-            f"but got:\n  x:    {tree}\n  init: {init_tree}\nPass one array or number "
-            "for each leaf of x."
+            f"but got:\n  x:    {brief(tree)}\n  init: {brief(init_tree)}\n"
+            "Pass one array or number for each leaf of x."
         )
     paths = jax.tree_util.tree_flatten_with_path(init)[0]
     return [
@@ -345,8 +346,8 @@ def _check_structure(name: str, out: PyTree, tree) -> None:
     if out_tree != tree:
         raise DrjaxValueError(
             f"The function {name} given to drjax.reduce needs to return a state, a "
-            f"tree with the structure of x, but:\n  x:      {tree}\n  result: "
-            f"{out_tree}\nReturn a tree like each of its two arguments."
+            f"tree with the structure of x, but:\n  x:      {brief(tree)}\n  result: "
+            f"{brief(out_tree)}\nReturn a tree like each of its two arguments."
         )
 
 

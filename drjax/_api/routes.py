@@ -33,6 +33,7 @@ from drjax._api.resolve import (
     resolve,
 )
 from drjax._api.validate import flatten_partitioned
+from drjax._error_texts import brief
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._primitives.collectives import scatter_p
 from drjax._primitives.routes import (
@@ -480,7 +481,7 @@ def _check_into(x: PyTree, into: PyTree, cohort, groups) -> PyTree:
     if tree != base_tree:
         raise DrjaxValueError(
             "drjax.put needs x and into of one structure, got:\n"
-            f"  x:    {tree}\n  into: {base_tree}"
+            f"  x:    {brief(tree)}\n  into: {brief(base_tree)}"
         )
     for leaf, base in zip(leaves, bases, strict=True):
         if leaf.shape[1:] != base.shape[1:] or leaf.dtype != base.dtype:

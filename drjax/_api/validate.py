@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from drjax._error_texts import brief, listed, unstacked, where_it_goes
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._partition import Partition
 
@@ -106,7 +107,8 @@ def as_array(block: str, name: str, path, leaf: Any, fix: str = _CLOSE_OVER):
         kind += f" of dtype {leaf.dtype}"
     raise DrjaxTypeError(
         f"drjax.{block} needs arrays as leaves, but "
-        f"{name}{jax.tree_util.keystr(path)} is {kind}: {_short(leaf)}. {fix}"
+        f"{name}{jax.tree_util.keystr(path)} is {kind}: {_short(leaf)}. "
+        f"{where_it_goes(leaf) or fix.rstrip('.')}."
     )
 
 
@@ -133,7 +135,10 @@ def _raise_not_partitioned(block, tree, partition, size, name):
         if not shape or shape[0] != size:
             what = f"shape {shape}" if shape else "a scalar, shape ()"
             wrong.append(f"  {name}{jax.tree_util.keystr(path)}: {what}")
-    got = "but got:\n" + "\n".join(wrong) + "\n"
+    got = f"but got:\n{listed(wrong)}\n"
+    # Exact for the most common slips; else what could be meant.
+    if (fix := unstacked(tree, partition.size, name)) is not None:
+        got += f"{fix}. "
     if block in ("scatter", "shard"):
         raise DrjaxValueError(
             f"drjax.{block} needs arrays [{size}, ...], one slice for each group of "
@@ -181,7 +186,7 @@ def check_weights(weights: Any, value_tree, value_leaves, partition: Partition):
         raise DrjaxValueError(
             "drjax.reduce_weighted_mean needs as weights one array [n], or a tree with "
             "the structure of the value, but got:\n"
-            f"  value:   {value_tree}\n  weights: {treedef}\n"
+            f"  value:   {brief(value_tree)}\n  weights: {brief(treedef)}\n"
             "Pass one jax.Array if all leaves have the same weights."
         )
     for key, w, (path, x) in zip(keys, leaves, values, strict=True):

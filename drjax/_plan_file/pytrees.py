@@ -20,6 +20,7 @@ from typing import Any
 import jax
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
+from drjax._error_texts import brief, listed
 from drjax._errors import PlanFileError
 
 Node = Any
@@ -104,20 +105,43 @@ def mismatch(tree: Any, node: Node) -> str | None:
         actual = Tree(describe(tree))
     except PlanFileError:
         actual = tree
-    text = f"its data has the structure {actual}, but the plan is for {planned}"
-    nodes = [x.node for x in (actual, planned) if isinstance(x, Tree)]
-    keys = [
-        [key for key, _ in x["dict"]]
-        for x in nodes
-        if isinstance(x, dict) and "dict" in x
-    ]
-    if len(keys) == 2:
-        extra = [repr(k) for k in keys[0] if k not in keys[1]]
-        missing = [repr(k) for k in keys[1] if k not in keys[0]]
-        fixes = ["leave out " + ", ".join(extra)] * bool(extra)
-        fixes += ["add " + ", ".join(missing)] * bool(missing)
-        text += f": {' and '.join(fixes)}" * bool(fixes)
+    text = f"its data has the structure {brief(actual)}, but the plan is for "
+    text += brief(planned)
+    if isinstance(actual, Tree):
+        fixes = [*_fixes(actual.node, node, "")]
+        text += f": {listed(fixes, ' and ', 'differences')}" * bool(fixes)
     return text
+
+
+def _fixes(actual: Node, planned: Node, path: str) -> Iterator[str]:
+    """Yield what makes the structure of a group's data that of the plan."""
+    if actual == planned:
+        return
+    if planned == "leaf" and isinstance(actual, dict) and "list" in actual:
+        # As json.load gives what was an array.
+        yield (
+            f"{path or 'it'} is a list of {len(actual['list'])}, where the plan has an "
+            "array: numpy.asarray makes one"
+        )
+    if not (isinstance(actual, dict) and isinstance(planned, dict)):
+        return
+    if "dict" in actual and "dict" in planned:
+        of, wanted = dict(actual["dict"]), dict(planned["dict"])
+        extra = [repr(k) for k in of if k not in wanted]
+        missing = [repr(k) for k in wanted if k not in of]
+        where = f" in {path}" * bool(path)
+        if extra:
+            yield f"leave out {listed(extra, ', ', 'keys')}{where}"
+        if missing:
+            yield f"add {listed(missing, ', ', 'keys')}{where}"
+        for key in wanted:
+            if key in of:
+                yield from _fixes(of[key], wanted[key], f"{path}[{key!r}]")
+    for kind in ("tuple", "list"):
+        if kind in actual and kind in planned:
+            pairs = zip(actual[kind], planned[kind], strict=False)
+            for i, (a, b) in enumerate(pairs):
+                yield from _fixes(a, b, f"{path}[{i}]")
 
 
 def _describe(x: Any) -> Node:

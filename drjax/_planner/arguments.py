@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from drjax._error_texts import brief, misplaced
 from drjax._errors import DrjaxTypeError, DrjaxValueError, PlanError
 from drjax.plan import Plan, Value
 
@@ -39,10 +40,12 @@ def flat_inputs(
     """
     leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
     # Types in a plan are fixed: other arguments need another plan, not a cast.
+    if text := misplaced(leaves):
+        raise DrjaxTypeError(f"{plan.name} needs arrays as arguments. {text}.")
     if plan.in_tree != tree:
         raise DrjaxTypeError(
             f"{plan.name} was planned for arguments (args, kwargs) of structure "
-            f"{plan.in_tree}, got {tree}. Plan it again."
+            f"{brief(plan.in_tree)}, got {brief(tree)}. Plan it again."
         )
     arrays = []
     for value, leaf in zip(plan.inputs, leaves, strict=True):
@@ -51,8 +54,8 @@ def flat_inputs(
             array = as_array(leaf)
         except TypeError as error:
             raise DrjaxTypeError(
-                f"{plan.name} needs an array as {value.name}, got {type(leaf).__name__}"
-                ". Groups and Parquet are arguments of engines."
+                f"{plan.name} needs an array as {value.name}, got "
+                f"{type(leaf).__name__}."
             ) from error
         shape = value.whole_shape(plan.size)
         if array.shape != shape:

@@ -19,7 +19,8 @@ import numpy as np
 
 from drjax import _compat
 from drjax._context import planned
-from drjax._errors import DrjaxError, PlanError
+from drjax._error_texts import misplaced
+from drjax._errors import DrjaxError, DrjaxTypeError, PlanError
 from drjax._jaxprs.provenance import source_line
 from drjax._partition import Partition
 from drjax._planner.build_stages import PlanSignature, build_plan
@@ -151,8 +152,11 @@ def trace(fn: Callable, partitioned: Any, args: tuple, kwargs: dict) -> Traced:
     Raises:
       PlanError: The function needs the mesh in context, or `partitioned` does not fit
         the arguments.
+      DrjaxTypeError: An argument is a `Groups`, or a table of another library.
     """
     mesh = jax.sharding.get_abstract_mesh()
+    if text := misplaced(jax.tree.leaves((args, kwargs))):
+        raise DrjaxTypeError(f"A function is planned for arrays. {text}.")
     try:
         make = jax.make_jaxpr(fn, return_shape=True)
         closed, out = trace_without_mesh(lambda: make(*args, **kwargs))

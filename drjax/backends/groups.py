@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from drjax._error_texts import no_groups, where_it_goes
 from drjax._errors import DrjaxError, DrjaxTypeError, DrjaxValueError, EngineError
 from drjax._jaxprs.prng_keys import is_key, raw_type, to_raw
 from drjax._plan_file import pytrees
@@ -56,7 +57,8 @@ class Groups:
         cannot be read, and the call fails.
 
     Raises:
-      DrjaxTypeError: `items` is an iterator, which allows only one iteration.
+      DrjaxTypeError: `items` is an iterator, which allows only one iteration, or a dict
+        or table, whose items are not the groups'.
 
     Example:
       >>> import drjax, jax.numpy as jnp, numpy as np
@@ -75,7 +77,18 @@ class Groups:
                 f"iterator, {type(items).__name__}. Give a list, or a function that "
                 "makes the iterator."
             )
+        if text := no_groups(items):
+            raise DrjaxTypeError(
+                f"Groups needs one pytree of arrays for each group, got a "
+                f"{type(items).__name__}. {text}."
+            )
         self.items = items
+
+    @property
+    def dtype(self) -> Any:
+        """An error: JAX asks for it when it gets this in place of an array."""
+        # Not a TypeError, which JAX would replace by its own.
+        raise DrjaxValueError(f"JAX needs an array, got Groups. {where_it_goes(self)}.")
 
     def starting(self, group: int) -> Iterator[Any]:
         """Iterate over the pytrees of the groups, from the one with index `group`.

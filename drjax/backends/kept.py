@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from drjax._error_texts import brief
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax.plan import Plan, Value
 
@@ -213,8 +214,8 @@ class Keep:
         if tree != in_tree:
             raise DrjaxValueError(
                 f"keep= needs a result and an argument of the same structure, but "
-                f"result {_text(result)} of {plan.name} is {tree}, and {pair} is "
-                f"{in_tree}."
+                f"result {_text(result)} of {plan.name} is {brief(tree)}, and {pair} "
+                f"is {brief(in_tree)}."
             )
         for i, j in zip(outputs, inputs, strict=True):
             _check_alike(plan.outputs[i], plan.inputs[j])

@@ -181,7 +181,7 @@ def _parquet() -> Any:
 
 
 class _Columns:
-    """A batch of rows of an Arrow table, of which columns are decoded when asked for."""
+    """A batch of rows of an Arrow table; a column is decoded when it is asked for."""
 
     def __init__(self, batch: Any):
         self.names, self._batch = batch.schema.names, batch
