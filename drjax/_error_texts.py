@@ -104,8 +104,8 @@ def unstacked(tree: Any, size: int, name: str) -> str | None:
                 )
             if isinstance(x, list) and len(x) == size > 1:
                 return (
-                    f"{path} is a list of {size} items, one for each group: stack them, "
-                    f"jax.tree.map(lambda *slices: jax.numpy.stack(slices), *{path})"
+                    f"{path} is a list of {size} items, one for each group: stack "
+                    f"them, jax.tree.map(lambda *slices: jax.numpy.stack(slices), *{path})"
                 )
             lists += [(f"{path}[{i}]", value) for i, value in enumerate(x[:_MOST])]
     return None

@@ -6,8 +6,10 @@ drjax.backends.engine.extras.
 """
 
 import importlib
+import signal
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -266,6 +268,27 @@ def test_a_killed_raylet_is_an_error_and_the_next_call_works():
     assert done.returncode == 0, done.stderr
     text = "The error: The raylet, Ray's process on this machine, has ended"
     assert done.stdout.count(text) == 2 and "the end" in done.stdout, done.stdout
+
+
+def test_an_interrupted_call_does_not_delay_the_next(actors):
+    """Ctrl-C while workers run blocks that would take minutes."""
+
+    def work(x):
+        step = lambda i, y: jnp.where(jnp.sin(y + i) > 2, 0.0, y)
+        return jax.lax.fori_loop(0, jnp.where(x < 0, 2_000_000_000, 10), step, x)
+
+    mean = drjax.program(clients=2)(lambda x: drjax.reduce_mean(drjax.map_fn(work, x)))
+    x = np.ones(2, np.float32)
+    plan = drjax.make_plan(mean)(x)
+    cores = {"num_cpus": 0}
+    run = ray.compile(plan, workers=actors, ray_options=cores, block_size=1)
+    assert run(x) == 1
+    threading.Timer(3.0, signal.raise_signal, [signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        run(-x)
+    start = time.monotonic()
+    assert run(x) == 1
+    assert time.monotonic() - start < 120
 
 
 def test_a_poisoned_file(tmp_path, actors):

@@ -151,6 +151,10 @@ class _Scheduler:
         loaded = blocks_of_groups(call.slices, call.alive, call.job.size)
         try:
             yield from self._run(loaded)
+        except KeyboardInterrupt:
+            # Else the next call would wait for what nobody waits for any more.
+            self.in_flight.abandon()
+            raise
         finally:
             # The caller may have stopped early, as after a group that failed.
             self.in_flight.forget()
@@ -458,6 +462,11 @@ class _InFlight:
         """Release all tasks in flight: their results are not needed."""
         for handle in self._states:
             self.pool.forget(handle)
+
+    def abandon(self) -> None:
+        """End all tasks in flight, with their workers where that is the only way."""
+        while self._states:
+            self.pool.abandon(self._states.popitem()[0])
 
 
 class _OrderedResults:

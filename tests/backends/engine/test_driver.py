@@ -396,3 +396,33 @@ def test_an_exported_plan_is_not_exported_again():
     pairs = zip(exported.stages(), export_plan(exported).stages(), strict=True)
     assert all(one.exported is two.exported for (_, one), (_, two) in pairs)
     assert any(stage.exported is not None for _, stage in exported.stages())
+
+
+def test_an_interrupt_ends_the_blocks_in_flight():
+    """Ctrl-C while blocks run: their workers are not left at work for the next call."""
+
+    class Interrupted(InProcess):
+        def __init__(self):
+            super().__init__(2)
+            self.stop, self.submitted, self.abandoned = True, [], []
+
+        def submit(self, task, file, shared):
+            self.submitted.append(super().submit(task, file, shared))
+            return self.submitted[-1]
+
+        def wait(self, handles, timeout):
+            if self.stop:
+                raise KeyboardInterrupt
+            return handles
+
+        def abandon(self, handle):
+            self.abandoned.append(handle)
+
+    plan = drjax.make_plan(drjax.program(clients=4)(drjax.reduce_sum))(jnp.zeros(4))
+    pool = Interrupted()
+    run = Runner(plan, pool, EngineOptions.checked(block_size=1))
+    with pytest.raises(KeyboardInterrupt):
+        run(np.ones(4, np.float32))
+    assert pool.abandoned and {*pool.abandoned} == {*pool.submitted}
+    pool.stop = False
+    assert run(np.ones(4, np.float32)) == 4
