@@ -103,9 +103,10 @@ def unstacked(tree: Any, size: int, name: str) -> str | None:
                     "jax.numpy.asarray"
                 )
             if isinstance(x, list) and len(x) == size > 1:
+                stack = "jax.tree.map(lambda *slices: jax.numpy.stack(slices), "
                 return (
                     f"{path} is a list of {size} items, one for each group: stack "
-                    f"them, jax.tree.map(lambda *slices: jax.numpy.stack(slices), *{path})"
+                    f"them, {stack}*{path})"
                 )
             lists += [(f"{path}[{i}]", value) for i, value in enumerate(x[:_MOST])]
     return None

@@ -314,7 +314,9 @@ class Plan(Record):
             )
         return replace(_resized(self, self.partition, n), open_groups=True)
 
-    def communication(self, devices: int | Mapping[str, int] = 1) -> Ledger:
+    def communication(
+        self, devices: int | Mapping[str, int] = 1, *, code: bool = False
+    ) -> Ledger:
         """Bytes between the server and the groups, and between devices.
 
         Args:
@@ -323,10 +325,13 @@ class Plan(Record):
             (see `Ledger.reduced_per_device`); of several levels a dict from their
             names, as `{"pods": 2, "groups": 4}`. A number is that of the outermost
             level, and the others are not divided.
+          code: Whether to export the stages, too, and count the bytes of those of the
+            groups: the code that each client of Flower gets once.
 
         Raises:
           DrjaxTypeError: `devices` is not an integer, or a dict with one.
           DrjaxValueError: It is less than 1, or a name is that of no level.
+          PlanFileError: With `code`, a stage cannot be exported.
 
         Example:
           >>> import drjax, jax.numpy as jnp
@@ -339,6 +344,10 @@ class Plan(Record):
         ledger = Ledger(self.partition, 1, messages)
         counts = checked_devices(ledger.levels, devices)
         own = "" if self.partition is None else self.partition.name
+        if code:
+            from drjax._plan_file.group_stages import bytes_of_code
+
+            ledger = replace(ledger, code=bytes_of_code(self))
         return replace(
             ledger, devices=counts.get(own, 1), devices_of=tuple(counts.items())
         )

@@ -97,12 +97,16 @@ class Ledger(Record):
       messages: A `Message` for each value that is communicated, in each round.
       devices_of: For each level, by name, the number of devices that share its groups;
         a tuple of pairs. Default: 1 but for the outermost.
+      code: Bytes of the code of the groups' stages, which each client of Flower gets
+        once, whatever the number of rounds; None if it was not asked for. They are no
+        part of the totals.
     """
 
     partition: Partition | None
     devices: int
     messages: tuple[Message, ...]
     devices_of: tuple[tuple[str, int], ...] = ()
+    code: int | None = None
 
     def down(self, round: int | str | None = None, over: str | None = None) -> int:
         """Bytes from the server to each group, in one round or in all.
@@ -287,6 +291,8 @@ class Ledger(Record):
         totals = list(map(self._total_line, named))
         if self.open_loops:
             totals[-1] += f"; for one step of {', '.join(self.open_loops)}"
+        if self.code is not None:
+            totals.append(f"code: {_digits(self.code)} bytes to each client, once")
         return "\n".join([head, *lines, *totals])
 
     def _total_line(self, over: str | None) -> str:

@@ -10,8 +10,10 @@ the server runs, is part of its round, and so of the file.
 
 import jax
 
+from drjax._plan.map_stages import without_inner
 from drjax._plan_file import container
 from drjax._plan_file.encode import encode
+from drjax._plan_file.export_plan import export_plan
 from drjax.plan import Plan, Round, Stage
 
 
@@ -47,6 +49,15 @@ def file_of_stage(owner: Plan, a_round: Round) -> bytes:
         None,
     )
     return container.to_bytes(*encode(plan))
+
+
+def bytes_of_code(plan: Plan) -> int:
+    """Return the size of the files of all local stages; equal ones count once."""
+    plan = export_plan(without_inner(plan))
+    bodies = [body for loop in plan.loops() for body in loop.bodies]
+    rounds = [(owner, r) for owner in (plan, *bodies) for r in owner.rounds]
+    files = {file_of_stage(*each) for each in rounds if not each[1].local.empty}
+    return sum(map(len, files))
 
 
 def _nothing() -> Stage:

@@ -77,6 +77,11 @@ def test_clients_get_the_code_of_groups_once():
     sizes = [len(f["request"]) for kind, f in grid.messages if kind == "train"]
     assert max(sizes) < MODEL.nbytes + 1500
     assert len(flower.stage_hashes(plan)) == 1
+    # The ledger knows what was sent.
+    code = {len(f["code"]) for _, f in grid.messages if "code" in f}
+    ledger = plan.communication(code=True)
+    assert code == {ledger.code} and plan.communication().code is None
+    assert str(ledger).endswith(f"code: {ledger.code:,} bytes to each client, once")
 
 
 def test_a_client_that_was_started_again_asks_for_it():
