@@ -7,6 +7,7 @@ Covers: drjax._api.collective_options, drjax._plan_file.decode_communication.
 
 import functools
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +88,22 @@ def test_plans(tmp_path):
         same(drjax.backends.xla.compile(each)(M, X), step(M, X))
 
 
+def test_a_bound_is_of_the_sum_alone(tmp_path):
+    """Its tangents and cotangents may be of any magnitude."""
+    total = lambda x: drjax.reduce_sum(x, secure=True, bound=3)
+    tangents = equations(lambda x: jax.jvp(total, (x,), (x,)), X)
+    assert [e.params.get("bound") for e in tangents] == [3.0, None]
+    plan = drjax.make_plan(lambda m, x: step(m, x, secure=True, bound=2.5))(M, X)
+    path = tmp_path / "plan.drjax"
+    plan.save(path)
+    for each in (plan, drjax.load_plan(path)):
+        assert [r.bound for r in each.rounds[0].reduces] == [2.5, 2.5]
+        assert "of 2 groups at least, numbers up to 2.5" in str(each)
+    gradient = jax.grad(lambda m: step(m, X, secure=True, bound=2.5)["y"].sum())
+    (a_round,) = drjax.make_plan(gradient)(M).rounds
+    assert [(r.secure, r.bound) for r in a_round.reduces] == [(2, None)]
+
+
 def test_plans_of_gradients_and_loops():
     loops = lambda m, x: jax.lax.scan(
         lambda m, _: (m + step(m, x, secure=True)["y"], None), m, length=2
@@ -131,6 +148,11 @@ def test_forged_demands_are_refused():
         data = json.loads(json.dumps({"op": op, "values": [], "secure": demand}))
         with pytest.raises(ValueError, match="cannot be secure|is not a count"):
             decode_communication.reduce(data, values)
+    bounds: tuple[Any, ...] = 0.0, -1.0, float("nan"), "8", 3, [1.0]
+    for demand, bound in ((0, 2.0), *((3, bound) for bound in bounds)):
+        data = {"op": "sum", "values": [], "secure": demand, "bound": bound}
+        with pytest.raises(ValueError, match="is no bound of a secure sum"):
+            decode_communication.reduce(data, values)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +163,11 @@ def test_forged_demands_are_refused():
         (TypeError, "as an integer, got float", {"secure": True, "min_groups": 2.0}),
         (ValueError, "from 2 to 3", {"secure": True, "min_groups": 1}),
         (ValueError, "got 4. The sum", {"secure": True, "min_groups": 4}),
+        (ValueError, "bound= with secure=True only", {"bound": 2.0}),
+        (TypeError, "bound= as a Python number", {"secure": True, "bound": "8"}),
+        (TypeError, "bound= as a Python number", {"secure": True, "bound": True}),
+        (ValueError, "bound= as a positive number", {"secure": True, "bound": 0}),
+        (ValueError, "a positive number, got inf", {"secure": True, "bound": np.inf}),
         (ValueError, "no where= or by=", {"secure": True, "where": [True] * 3}),
         (ValueError, "no where= or by=", {"secure": True, "by": [0] * 3, "num": 1}),
     ],

@@ -10,8 +10,11 @@ Sharp edges: workers and handles are compared by identity and by hash: they are 
 of the pool, such as Ray's actors and references. Nothing is sent from here.
 """
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
+
+_logger = logging.getLogger("drjax")
 
 
 class PlacedTask(NamedTuple):
@@ -146,6 +149,13 @@ class Placement:
         done, late = wait(handles, len(handles), timeout or 0)
         for handle in done:
             del self.abandoned[handle]
+        if late and timeout is None:
+            _logger.warning(
+                "%d blocks of an earlier call, which failed or was stopped, still run: "
+                "new blocks wait for them. Close the runner to end its workers, or set "
+                "timeout=, after which such workers are replaced.",
+                len(late),
+            )
         for handle in late if timeout is not None else ():
             # Its worker may have been replaced already, with another task of it.
             if task := self.abandoned.get(handle):

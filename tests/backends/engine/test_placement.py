@@ -39,7 +39,7 @@ def test_a_new_worker_has_neither_files_nor_tasks():
 
 
 @pytest.mark.parametrize(("timeout", "replaced"), [(None, []), (2.0, [A, B])])
-def test_abandoned_tasks_get_the_time_limit(timeout, replaced):
+def test_abandoned_tasks_get_the_time_limit(timeout, replaced, caplog):
     tasks, waited, finished = Placement([A, B]), [], []
     for handle, worker in enumerate([A, A, B, B]):
         tasks.submitted(handle, worker, handle)
@@ -58,6 +58,8 @@ def test_abandoned_tasks_get_the_time_limit(timeout, replaced):
     Placement([A]).settle(wait, replace, timeout)  # it has no abandoned tasks
     assert waited == [(4, timeout or 0)] and finished == replaced
     assert [*tasks.abandoned] == ([] if replaced else [1, 2, 3])
+    said = "3 blocks of an earlier call, which failed or was stopped, still run"
+    assert (said in caplog.text) == (timeout is None)
 
 
 class Clients:
