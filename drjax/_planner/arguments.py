@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from drjax._error_texts import brief, misplaced
-from drjax._errors import DrjaxTypeError, DrjaxValueError, PlanError
+from drjax._error_texts import brief, misplaced, where_it_goes
+from drjax._errors import DrjaxError, DrjaxTypeError, DrjaxValueError, PlanError
 from drjax.plan import Plan, Value
 
 
@@ -40,9 +40,9 @@ def flat_inputs(
     """
     leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
     # Types in a plan are fixed: other arguments need another plan, not a cast.
-    if text := misplaced(leaves):
-        raise DrjaxTypeError(f"{plan.name} needs arrays as arguments. {text}.")
     if plan.in_tree != tree:
+        if text := misplaced(leaves):
+            raise DrjaxTypeError(f"{plan.name} needs arrays as arguments. {text}.")
         raise DrjaxTypeError(
             f"{plan.name} was planned for arguments (args, kwargs) of structure "
             f"{brief(plan.in_tree)}, got {brief(tree)}. Plan it again."
@@ -52,10 +52,12 @@ def flat_inputs(
         # Converted before the checks, as a Python number has no shape and dtype.
         try:
             array = as_array(leaf)
-        except TypeError as error:
+        # Also the error of `Groups.dtype`.
+        except (TypeError, DrjaxError) as error:
+            fix = where_it_goes(leaf)
             raise DrjaxTypeError(
                 f"{plan.name} needs an array as {value.name}, got "
-                f"{type(leaf).__name__}."
+                f"{type(leaf).__name__}.{f' {fix}.' if fix else ''}"
             ) from error
         shape = value.whole_shape(plan.size)
         if array.shape != shape:

@@ -66,7 +66,7 @@ class Parquet(Groups):
     def __init__(
         self,
         pattern: str | os.PathLike[str],
-        columns: Callable[[dict], Any] | None = None,
+        columns: Callable[[Any], Any] | None = None,
     ):
         self._reader = _parquet()
         self.columns = columns
