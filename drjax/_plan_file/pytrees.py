@@ -126,17 +126,17 @@ def _fixes(actual: Node, planned: Node, path: str) -> Iterator[str]:
     if not (isinstance(actual, dict) and isinstance(planned, dict)):
         return
     if "dict" in actual and "dict" in planned:
-        of, wanted = dict(actual["dict"]), dict(planned["dict"])
-        extra = [repr(k) for k in of if k not in wanted]
-        missing = [repr(k) for k in wanted if k not in of]
+        of, expected = dict(actual["dict"]), dict(planned["dict"])
+        extra = [repr(k) for k in of if k not in expected]
+        missing = [repr(k) for k in expected if k not in of]
         where = f" in {path}" * bool(path)
         if extra:
             yield f"leave out {listed(extra, ', ', 'keys')}{where}"
         if missing:
             yield f"add {listed(missing, ', ', 'keys')}{where}"
-        for key in wanted:
+        for key in expected:
             if key in of:
-                yield from _fixes(of[key], wanted[key], f"{path}[{key!r}]")
+                yield from _fixes(of[key], expected[key], f"{path}[{key!r}]")
     for kind in ("tuple", "list"):
         if kind in actual and kind in planned:
             pairs = zip(actual[kind], planned[kind], strict=False)

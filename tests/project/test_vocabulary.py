@@ -103,6 +103,7 @@ TABLES = (
     "docs/plan_file",
     "docs/sharp_edges.md",
     "docs/tutorials/model_parallel.md",
+    "drjax/_error_texts.py",  # rows of data frames
     "drjax/_plan_file/encode.py",  # a key of the file format
     "drjax/_planner/unbatching/rules.py",  # row-major order
     "drjax/backends/parquet.py",
@@ -112,6 +113,7 @@ TABLES = (
     "examples/maml.py",
     "experiments/",
     "tests/backends/test_beam.py",
+    "tests/backends/test_parquet.py",
     "tests/backends/test_ray.py",
     "tests/helpers/cases.py",
     "tests/helpers/conformance.py",

@@ -58,8 +58,8 @@ def test_abandoned_tasks_get_the_time_limit(timeout, replaced, caplog):
     Placement([A]).settle(wait, replace, timeout)  # it has no abandoned tasks
     assert waited == [(4, timeout or 0)] and finished == replaced
     assert [*tasks.abandoned] == ([] if replaced else [1, 2, 3])
-    said = "3 blocks of an earlier call, which failed or was stopped, still run"
-    assert (said in caplog.text) == (timeout is None)
+    text = "3 blocks of an earlier call, which failed or was stopped, still run"
+    assert (text in caplog.text) == (timeout is None)
 
 
 class Clients:
