@@ -20,8 +20,8 @@ paper's 32-bit master copy); the workers have the whole model for the time of a 
 The program differs in one argument: `result="sharded"` of the mean. The optimizer works
 on what it is given, and `broadcast` of a sharded model is the all-gather.
 
-The model is a small transformer on the source of the Python standard library. Bytes and
-collectives are those of the compiled program.
+The model is a small transformer on modules of Python's standard library that the
+repository has. Bytes and collectives are those of the compiled program.
 """
 
 import dataclasses
@@ -272,7 +272,10 @@ def main(config: Config) -> results.Results:
         "communication than data parallelism (Rajbhandari et al. 2020, sections 5 and "
         f"7) {results.UNCHECKED}.",
         numbers=curves,
-        remarks=REMARKS,
+        remarks=[
+            *REMARKS,
+            f"The text, {text.STDLIB.name}, has SHA-256 {text.sha256()}.",
+        ],
     )
     some = {x: curves[x] for x in ("replicated", "sharded", "one device")}
     result.write(config.output, config, draw(measure_state(config, params), some))

@@ -22,8 +22,8 @@ All are reductions of a partitioned value, the models, which stay where they wer
 trained: a mean, n means over chosen groups, a weighted mean with its derivative, and a
 sum of probabilities. The models are never gathered.
 
-The models are small networks that predict the next byte of Python's standard library
-from the last six. The domains are its largest packages.
+The models are small networks that predict the next byte of modules of Python's standard
+library from the last six. The domains are the largest modules that the repository has.
 """
 
 import dataclasses
@@ -329,6 +329,7 @@ def show(config: Config, merged, start: float, together: float, domains):
             "Branch-Train-Merge perplexities of transformers: only the order can be "
             "compared. Averaged gradients are the same number of steps on the same "
             "windows, with communication in each. One run; 0.001 means nothing.",
+            f"The text, {text.STDLIB.name}, has SHA-256 {text.sha256()}.",
         ],
     )
     result.write(config.output, config, draw(config, merged, domains))

@@ -103,8 +103,9 @@ class Config:
     groups_per_step: int | None = None
     """Of drjax.jit: how many of a device's groups work at once."""
     text: str = "standard library"
-    """What executed rounds train on: the running Python's standard library by module,
-    or articles by domain: a data set like `vblagoje/cc_news`, or a file like it."""
+    """What executed rounds train on: modules of Python's standard library, which the
+    repository has, or articles by domain: a data set like `vblagoje/cc_news`, or a file
+    like it."""
     replicated_data: bool = False
     """Whether all devices have the data of all groups."""
     donate: bool = False

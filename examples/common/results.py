@@ -35,6 +35,8 @@ class Results:
     """Its published counterpart."""
     numbers: Mapping[str, Sequence[float]]
     """What is the same on any devices, to rounding; the figure has it."""
+    verdict: str = ""
+    """Whether the claim of the example holds in this run."""
     remarks: Sequence[str] = ()
     """What differs from the paper, and where its numbers are not reached."""
 
@@ -62,6 +64,8 @@ class Results:
         console.print(shown)
         for line in (self.measured, f"Published: {self.paper}", *self.remarks):
             console.print(line)
+        if self.verdict:
+            console.print(f"Verdict: {self.verdict}")
         seconds = f"{about['seconds']} s, {about['cpu_seconds']} s of the CPU"
         console.print(f"{seconds}. Results and figure: {folder}")
 

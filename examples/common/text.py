@@ -1,26 +1,29 @@
-"""Real text, partitioned: the standard library by module, or articles by domain.
+"""Real text, partitioned: Python modules, or articles by domain.
 
-`load_stdlib` reads the Python standard library's source: one group is one top-level
-module or package. `load_articles` reads CCNews, whose groups are web domains, as in
-Rush et al. 2024 (arXiv 2403.07128). The groups are as unequal as real ones: modules
-have from about a hundred bytes to more than a megabyte. A *window* is a run of bytes
-whose first byte is only context; all windows are stored at one shape, and `lengths`
-says how many targets of each are real.
+`load_stdlib` reads modules of Python 3.13.0's standard library, which the repository
+has (`examples/data/`), so that a run does not depend on the Python that runs it: one
+group is one top-level module or package. `load_articles` reads CCNews, whose groups are
+web domains, as in Rush et al. 2024 (arXiv 2403.07128). The groups are as unequal as
+real ones: modules have from about a hundred bytes to a hundred thousand. A *window* is
+a run of bytes whose first byte is only context; all windows are stored at one shape,
+and `lengths` says how many targets of each are real.
 
 Everything here depends on the text and on its arguments, on nothing else: the order of
 files, the held-out groups and the windows of a round are the same in every process.
 """
 
 import collections
-import sysconfig
+import hashlib
+import zipfile
 import zlib
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
 VOCAB = 256
+STDLIB = Path(__file__).parents[1] / "data" / "python-3.13.0.zip"
 # Tests, and files that are made when Python is built or installed.
 SKIPPED_FOLDERS = {
     "__pycache__",
@@ -54,13 +57,22 @@ class Windows(NamedTuple):
     lengths: np.ndarray  # int32 [...]
 
 
-def source_files(entry: Path) -> list[Path]:
-    """Lists the Python files of a top-level module or package, in a fixed order."""
-    if entry.is_file():
-        return [entry] if entry.suffix == ".py" else []
-    files = (path.relative_to(entry) for path in entry.rglob("*.py"))
-    kept = (path for path in files if not SKIPPED_FOLDERS.intersection(path.parts))
-    return [entry / path for path in sorted(kept, key=lambda path: path.as_posix())]
+def source_files(root: Path) -> dict[PurePosixPath, bytes]:
+    """Reads the Python files of a folder or an archive of modules, in a fixed order."""
+    if root.is_dir():
+        paths = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
+        read = lambda name: (root / name).read_bytes()
+    else:
+        archive = zipfile.ZipFile(root)
+        paths, read = archive.namelist(), archive.read
+    kept = [
+        path
+        for path in map(PurePosixPath, paths)
+        if not SKIPPED_FOLDERS.intersection(path.parts)
+        and not path.parts[0].startswith(SKIPPED_PREFIXES)
+    ]
+    kept.sort(key=lambda path: (path.parts[0], path.as_posix()))
+    return {path: read(path.as_posix()) for path in kept}
 
 
 def is_held_out(name: str) -> bool:
@@ -68,23 +80,31 @@ def is_held_out(name: str) -> bool:
     return zlib.crc32(name.encode()) % 10 == 0
 
 
-def load_stdlib(root: Path | None = None) -> Corpus:
-    """Reads the standard library of the running Python.
+def load_stdlib(root: Path = STDLIB) -> Corpus:
+    """Reads modules of the standard library: the same on every Python.
 
     Args:
-        root: another folder of modules and packages to read in its place.
+        root: another folder or archive of modules and packages, such as the standard
+            library of a Python.
 
     Returns:
         The modules with at least one target byte, each list in order of names.
     """
-    root = root or Path(sysconfig.get_path("stdlib"))
+    modules = collections.defaultdict(list)
+    for path, source in source_files(root).items():
+        modules[path.parts[0]].append(source)
     corpus = Corpus([], [])
-    for entry in sorted(root.iterdir(), key=lambda path: path.name):
-        if entry.name in SKIPPED_FOLDERS or entry.name.startswith(SKIPPED_PREFIXES):
-            continue
-        source = b"\n".join(path.read_bytes() for path in source_files(entry))
-        _add(corpus, entry.stem, source)
+    for name, sources in modules.items():
+        _add(corpus, name.removesuffix(".py"), b"\n".join(sources))
     return corpus
+
+
+def sha256(root: Path = STDLIB) -> str:
+    """Of the files that `load_stdlib` reads, one after the other.
+
+    That of the repository's is `unzip -p examples/data/python-3.13.0.zip | sha256sum`.
+    """
+    return hashlib.sha256(b"".join(source_files(root).values())).hexdigest()
 
 
 def load_articles(source: str, split: str = "train") -> Corpus:

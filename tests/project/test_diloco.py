@@ -3,6 +3,8 @@
 Covers: examples.
 """
 
+import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -146,3 +148,70 @@ def test_fragments_have_every_leaf_once():
     parts, join = diloco.split_params(tree, 2)
     assert [sum(x.size for x in part) for part in parts] == [14, 13]
     jax.tree.map(np.testing.assert_array_equal, join(parts), tree)
+
+
+# ---------------------------------------------------------------------------------
+# What the example says of its run
+
+OTHER, CLAIMED = "data parallel, 8 x batch", diloco.CLAIMED
+PAPER = {"one worker": 2.3, "8 x updates": 2.1}
+SENT = {"one worker": 0.0, "8 x updates": 0.0, OTHER: 1000.0, CLAIMED: 100.0}
+HOLDS = "within 1 % of the loss of data parallelism with a tenth of its bytes: holds. "
+
+
+@pytest.mark.parametrize(
+    "loss, sent, holds",
+    [(2.0, 100.0, True), (2.019, 100.0, True), (2.021, 100.0, False), (2, 101, False)],
+)
+def test_the_verdict_is_a_bound_on_loss_and_bytes(loss, sent, holds):
+    text = diloco.verdict({OTHER: 2.0, CLAIMED: loss}, SENT | {CLAIMED: sent})
+    assert text.startswith(HOLDS) == holds
+    assert text.startswith(HOLDS.replace("holds", "does not hold")) != holds
+    times, where = ("9.9" if sent == 101 else "10.0"), "above" if loss > 2 else "below"
+    assert f"{loss:.3f}, {50 * loss - 100:.2f} % {where} {OTHER}" in text
+    assert f"with {times} times fewer bytes." in text
+
+
+def test_there_is_no_verdict_without_both_methods():
+    for name in (OTHER, CLAIMED):
+        assert diloco.verdict({name: 2.0}, SENT).startswith("unknown, as ")
+
+
+def test_the_order_is_that_of_the_run():
+    losses = {**PAPER, OTHER: 2.2, CLAIMED: 2.15}
+    assert diloco.compare_order(losses) == "The order of the losses is the paper's."
+    losses[CLAIMED] = 2.25
+    assert diloco.compare_order(losses) == "The order of the losses is not the paper's."
+    del losses[OTHER]
+    assert diloco.compare_order(losses).startswith("Not all methods of the paper")
+
+
+def test_the_rounds_are_those_of_the_run():
+    config = diloco.Config(steps=400)
+    text = diloco.describe_rounds(config, diloco.list_methods(config))
+    assert text.endswith("here H = 10 gives 40, H = 50 gives 8.")
+
+
+def test_the_committed_run_has_the_verdict():
+    path = Path(diloco.__file__).parents[1] / "docs/gallery/diloco/results.json"
+    written = json.loads(path.read_text())
+    column = written["columns"].index("bytes a step")
+    cells = {row[0]: row[column].replace(",", "") for row in written["table"]}
+    curves = {x: written["numbers"].get(f"{x}, held-out loss") for x in cells}
+    losses = {name: curve[-1] for name, curve in curves.items() if curve}
+    assert losses[CLAIMED] <= 1.01 * losses[OTHER]
+    assert round(int(cells[OTHER]) / int(cells[CLAIMED]), 2) >= 10
+    assert written["verdict"].startswith(HOLDS)
+    assert f"{losses[CLAIMED]:.3f}" in written["verdict"]
+    assert diloco.compare_order(losses) in written["remarks"]
+
+
+@pytest.mark.slow
+def test_a_run_has_the_verdict(tmp_path, monkeypatch, capsys):
+    methods, kept = diloco.list_methods, (OTHER, CLAIMED)
+    only = lambda config: [x for x in methods(config) if x.name in kept]
+    monkeypatch.setattr(diloco, "list_methods", only)
+    with jax.numpy_rank_promotion("allow"), jax.check_tracer_leaks(False):
+        result = diloco.main(diloco.Config(output=tmp_path))
+    assert result.verdict.startswith(HOLDS)
+    assert f"Verdict: {result.verdict}" in capsys.readouterr().out

@@ -6,6 +6,7 @@ Covers: examples.
 import json
 import shutil
 import signal
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -18,6 +19,7 @@ from examples.common.checkpoint import Checkpoints
 from tests.helpers.run_python import run
 
 LENGTH = 16
+ROOT = Path(__file__).parents[2]
 
 
 def test_quickstart_prints_value_gradient_and_primitives():
@@ -150,6 +152,21 @@ def test_text_is_partitioned_by_module_with_unequal_groups(corpus):
     assert "test" not in train | held_out
     sizes = [len(module.text) for module in corpus.train]
     assert min(sizes) < 1_000 and max(sizes) > 100_000
+
+
+def test_text_is_the_same_on_every_python(corpus):
+    """It is in the repository with its license, and its hash in each result."""
+    digest = "98042f79e3a797197f3e1ce20d430eb1df56dc41a7984a2236038c2dcb395f91"
+    assert text.sha256() == digest
+    assert sum(len(m.text) for part in corpus for m in part) == 1_998_049
+    about = text.STDLIB.with_name("README.md").read_text()
+    assert digest in about and "LICENSE.txt" in about
+    assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in (
+        text.STDLIB.with_name("LICENSE.txt").read_text()
+    )
+    for name in ("diloco", "soups", "sharded_server"):
+        results = ROOT / f"docs/gallery/{name}/results.json"
+        assert any(digest in x for x in json.loads(results.read_text())["remarks"])
 
 
 def test_text_is_the_same_when_read_again(corpus):
