@@ -3,11 +3,10 @@
     python -m sphinx -W --keep-going -j 2 docs runs/site
 
 With `-D nb_execution_mode=off` no code is executed.
-The pages of the gallery are written from the examples that mark their algorithm.
+Each page reads as plain Markdown, too: docs/write_pages.py writes what is generated into
+the pages, and the contents of a section are here.
 """
 
-import ast
-import json
 import os
 import re
 import sys
@@ -17,7 +16,6 @@ from urllib.parse import urljoin
 
 import jupytext
 from docutils import nodes
-from jinja2 import Environment, FileSystemLoader
 from sphinx.addnodes import download_reference, pending_xref
 
 ROOT = Path(__file__).parents[1]
@@ -101,28 +99,33 @@ html_theme_options = {
 sitemap_url_scheme, sitemap_show_lastmod = "{link}", False
 sitemap_excludes = ["search.html", "genindex.html", "_modules/*"]
 
-GALLERY = "fedavg scaffold diloco maml dp_fedavg robust compression gossip".split()
+# The pages of a section, as a table of contents; pages of a gallery follow its links.
+CONTENTS = {
+    "api/index": "programs blocks plans backends primitives errors",
+    "engines/index": "ray beam flower secure_sums data failures",
+    "experiments": "experiments_tables experiments_collectives",
+    "explanation/index": "/concepts /glossary /plans /plan_files /sharp_edges * "
+    "/benchmarks /experiments",
+    "gallery/index": "*",
+    "get_started/index": "/coming_from /versions changelog",
+    "howto/index": "* /engines/index",
+    "plan_files": "plan_file_format",
+    "plans": "plan_examples",
+    "tutorials/index": "diloco maml many_groups *",
+}
 
 
-def write_gallery(app) -> None:
-    """A page and a card for each example, from its docstring and its results."""
-    templates = Environment(loader=FileSystemLoader(DOCS / "gallery"), trim_blocks=True)
-    examples = {}
-    for path in sorted((ROOT / "examples").glob("*.py")):
-        code, name = path.read_text(), path.stem
-        if "[start:algorithm]" not in code:
-            continue
-        title, text = (ast.get_docstring(ast.parse(code)) or "").split("\n", 1)
-        example = json.loads((DOCS / f"gallery/{name}/results.json").read_text())
-        example |= {"about": example["title"], "title": title.rstrip(".")}
-        examples[name] = example | {"name": name, "text": text.strip("\n")}
-        page = templates.get_template("page.txt").render(examples[name])
-        (DOCS / f"gallery/{name}.md").write_text(page + "\n")
-    order = sorted(examples, key=lambda name: (GALLERY + [name]).index(name))
-    grid = templates.get_template("grid.txt").render(
-        examples=[examples[name] for name in order]
-    )
-    (DOCS / "gallery/cards.txt").write_text(grid + "\n")
+def add_contents(app, name, source) -> None:
+    """Adds its table of contents to a page, and its whole file to one of the gallery."""
+    if pages := CONTENTS.get(name):
+        if name == "gallery/index":
+            pages = " ".join(dict.fromkeys(re.findall(r"\((\w+)\.md\)", source[0])))
+        listed = pages.replace(" ", "\n")
+        source[0] += f"\n```{{toctree}}\n:hidden:\n:glob:\n\n{listed}\n```\n"
+    elif name.startswith("gallery/"):
+        path = f"../../examples/{name.removeprefix('gallery/')}.py"
+        code = f"```{{literalinclude}} {path}\n```"
+        source[0] += f"\n````{{dropdown}} The whole file\n{code}\n````\n"
 
 
 def address(page: str, target: str) -> str | None:
@@ -173,7 +176,7 @@ def write_notebooks(app, exception) -> None:
 
 
 def setup(app) -> None:
-    app.connect("builder-inited", write_gallery)
+    app.connect("source-read", add_contents)
     app.connect("doctree-read", link_to_repository)
     app.connect("autodoc-process-docstring", fix_docstring, priority=400)
     app.connect("build-finished", write_notebooks)

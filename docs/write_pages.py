@@ -1,0 +1,138 @@
+"""The generated parts of pages, which stand in the pages: they read without the site.
+
+    python docs/write_pages.py
+
+A part of a page is between two comments, of which the first says what it is:
+
+    <!-- part: ../benchmarks/results/summary.md offset=1 -->
+    <!-- part: ../examples/plans.py object=plans -->
+    <!-- part: cards -->
+    <!-- end of part -->
+
+A file of Markdown is taken as it is, with headings that are deeper by `offset`, and from
+behind the text `after`; code is fenced, and may be one `object` of a file. `cards` are
+the examples. The pages of the gallery are written as a whole, from the docstrings and
+the results of the examples that mark their algorithm. A test compares all of it.
+"""
+
+import ast
+import json
+import re
+import shlex
+from pathlib import Path
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+FIRST = "fedavg scaffold diloco maml dp_fedavg robust compression gossip".split()
+PART = re.compile(r"^<!-- part: ([^\n]+) -->\n(?:.*?)^<!-- end of part -->$", re.M | re.S)
+LANGUAGES = {".py": "python", ".sh": "bash"}
+MARKS = "# --8<-- [start:algorithm]\n", "# --8<-- [end:algorithm]\n"
+
+
+def examples() -> dict[str, dict]:
+    """What the gallery shows of each example, in its order."""
+    found = {}
+    for path in (ROOT / "examples").glob("*.py"):
+        code = path.read_text()
+        if MARKS[0] in code:
+            title, text = (ast.get_docstring(ast.parse(code)) or "").split("\n", 1)
+            results = json.loads((DOCS / f"gallery/{path.stem}/results.json").read_text())
+            algorithm = code.split(MARKS[0])[1].split(MARKS[1])[0].strip("\n")
+            found[path.stem] = results | {
+                "about": results["title"],
+                "title": title.rstrip("."),
+                "text": text.strip("\n"),
+                "algorithm": algorithm,
+            }
+    return {x: found[x] for x in sorted(found, key=lambda x: ((FIRST + [x]).index(x), x))}
+
+
+def row(cells) -> str:
+    """A line of a table."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def example_page(name: str, example: dict) -> str:
+    """The page of an example in the gallery."""
+    columns, table = example["columns"], example["table"]
+    shown = json.dumps([example["paper"], table, example["remarks"]], ensure_ascii=False)
+    parts = [
+        f"# {example['title']}",
+        example["text"],
+        "## The result",
+        *([f"**Verdict:** {example['verdict']}"] if example.get("verdict") else []),
+        example["measured"],
+        f"Published: {example['paper']}",
+        "\n".join(f"* {remark}" for remark in example["remarks"]),
+        f"**{example['about']}**",
+        "\n".join(
+            [row(columns), row(["---", *["---:"] * (len(columns) - 1)])]
+            + [row(cells) for cells in table]
+        ),
+        f"![{example['about']}]({name}/figure.png)",
+        f"`python -m examples.{name} --output docs/gallery/{name}` made the table and the\n"
+        f"figure in {example['seconds']} s, {example['cpu_seconds']} s of the CPU "
+        f"({example['machine']}, shared with other\nwork)."
+        + (
+            " † marks a published number that was not checked against the paper."
+            if "†" in shown
+            else ""
+        ),
+        "## The algorithm",
+        f"From [examples/{name}.py](../../examples/{name}.py):",
+        f"```python\n{example['algorithm']}\n```",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def cards() -> str:
+    """The examples, each with its picture and its numbers."""
+    lines = [row(["example", "result"]), row(["---", "---"])]
+    for name, x in examples().items():
+        picture = f"[![{x['about']}]({name}/figure.png)]({name}.md)"
+        text = f"[{x['title']}]({name}.md): {x['measured']} Published: {x['paper']}"
+        lines.append(row([picture, text.replace("|", "\\|")]))
+    return "\n".join(lines)
+
+
+def part(page: Path, source: str) -> str:
+    """The text of a part."""
+    if source == "cards":
+        return cards()
+    target, *options = shlex.split(source)
+    option = dict(x.split("=", 1) for x in options)
+    path = page.parent / target
+    text = path.read_text()
+    if path.suffix != ".md":
+        for node in ast.walk(ast.parse(text)) if "object" in option else ():
+            if getattr(node, "name", None) == option["object"]:
+                text = ast.get_source_segment(text, node) or ""
+        return f"```{LANGUAGES[path.suffix]}\n{text.strip()}\n```"
+    text = text.split(option.get("after", ""), 1)[1] if "after" in option else text
+    deeper = "#" * int(option.get("offset", 0))
+    return re.sub(r"^(?=#+ )", deeper, text, flags=re.M).strip()
+
+
+def complete(page: Path, text: str) -> str:
+    """A page with the present text of its parts."""
+    return PART.sub(
+        lambda x: f"<!-- part: {x[1]} -->\n{part(page, x[1])}\n<!-- end of part -->", text
+    )
+
+
+def pages() -> dict[Path, str]:
+    """All pages with what is generated of them."""
+    written = {
+        DOCS / f"gallery/{name}.md": example_page(name, example)
+        for name, example in examples().items()
+    }
+    for page in DOCS.rglob("*.md"):
+        text = page.read_text()
+        if PART.search(text):
+            written[page] = complete(page, text)
+    return written
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        path.write_text(text)
