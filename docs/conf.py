@@ -3,8 +3,8 @@
     python -m sphinx -W --keep-going -j 2 docs runs/site
 
 With `-D nb_execution_mode=off` no code is executed.
-Each page reads as plain Markdown, too: docs/write_pages.py writes what is generated into
-the pages, and the contents of a section are here.
+Each page reads as plain Markdown, too: docs/write_pages.py writes what is generated
+into the pages, and the contents of a section are here.
 """
 
 import os
@@ -99,7 +99,7 @@ html_theme_options = {
 sitemap_url_scheme, sitemap_show_lastmod = "{link}", False
 sitemap_excludes = ["search.html", "genindex.html", "_modules/*"]
 
-# The pages of a section, as a table of contents; pages of a gallery follow its links.
+# The pages of a section, as a table of contents; those of the gallery follow its links.
 CONTENTS = {
     "api/index": "programs blocks plans backends primitives errors",
     "engines/index": "ray beam flower secure_sums data failures",
@@ -116,7 +116,7 @@ CONTENTS = {
 
 
 def add_contents(app, name, source) -> None:
-    """Adds its table of contents to a page, and its whole file to one of the gallery."""
+    """Adds a table of contents to a section, and the whole file to an example."""
     if pages := CONTENTS.get(name):
         if name == "gallery/index":
             pages = " ".join(dict.fromkeys(re.findall(r"\((\w+)\.md\)", source[0])))

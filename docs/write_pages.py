@@ -9,45 +9,52 @@ A part of a page is between two comments, of which the first says what it is:
     <!-- part: cards -->
     <!-- end of part -->
 
-A file of Markdown is taken as it is, with headings that are deeper by `offset`, and from
-behind the text `after`; code is fenced, and may be one `object` of a file. `cards` are
-the examples. The pages of the gallery are written as a whole, from the docstrings and
-the results of the examples that mark their algorithm. A test compares all of it.
+A file of Markdown is taken as it is, with headings that are deeper by `offset`, and
+from behind the text `after`; code is fenced, and may be one `object` of a file. `cards`
+are the examples. The pages of the gallery are written as a whole, from the docstrings
+and the results of the examples that mark their algorithm. A test compares all of it.
 """
 
 import ast
 import json
 import re
 import shlex
+import textwrap
 from pathlib import Path
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 FIRST = "fedavg scaffold diloco maml dp_fedavg robust compression gossip".split()
-PART = re.compile(r"^<!-- part: ([^\n]+) -->\n(?:.*?)^<!-- end of part -->$", re.M | re.S)
+PART = re.compile(
+    r"^<!-- part: ([^\n]+) -->\n(?:.*?)^<!-- end of part -->$", re.M | re.S
+)
 LANGUAGES = {".py": "python", ".sh": "bash"}
 MARKS = "# --8<-- [start:algorithm]\n", "# --8<-- [end:algorithm]\n"
 
 
 def examples() -> dict[str, dict]:
     """What the gallery shows of each example, in its order."""
-    found = {}
+    shown = {}
     for path in (ROOT / "examples").glob("*.py"):
         code = path.read_text()
         if MARKS[0] in code:
             title, text = (ast.get_docstring(ast.parse(code)) or "").split("\n", 1)
-            results = json.loads((DOCS / f"gallery/{path.stem}/results.json").read_text())
-            algorithm = code.split(MARKS[0])[1].split(MARKS[1])[0].strip("\n")
-            found[path.stem] = results | {
+            results = json.loads(
+                (DOCS / f"gallery/{path.stem}/results.json").read_text()
+            )
+            algorithm = code.split(MARKS[0])[1].split(MARKS[1])[0].rstrip(" ")
+            shown[path.stem] = results | {
                 "about": results["title"],
                 "title": title.rstrip("."),
                 "text": text.strip("\n"),
-                "algorithm": algorithm,
+                "algorithm": textwrap.dedent(algorithm).strip(),
             }
-    return {x: found[x] for x in sorted(found, key=lambda x: ((FIRST + [x]).index(x), x))}
+    return {
+        x: shown[x] for x in sorted(shown, key=lambda x: ((FIRST + [x]).index(x), x))
+    }
 
 
-def row(cells) -> str:
+def table_line(cells) -> str:
     """A line of a table."""
     return f"| {' | '.join(map(str, cells))} |"
 
@@ -55,7 +62,9 @@ def row(cells) -> str:
 def example_page(name: str, example: dict) -> str:
     """The page of an example in the gallery."""
     columns, table = example["columns"], example["table"]
-    shown = json.dumps([example["paper"], table, example["remarks"]], ensure_ascii=False)
+    numbers = json.dumps(
+        [example["paper"], table, example["remarks"]], ensure_ascii=False
+    )
     parts = [
         f"# {example['title']}",
         example["text"],
@@ -66,16 +75,16 @@ def example_page(name: str, example: dict) -> str:
         "\n".join(f"* {remark}" for remark in example["remarks"]),
         f"**{example['about']}**",
         "\n".join(
-            [row(columns), row(["---", *["---:"] * (len(columns) - 1)])]
-            + [row(cells) for cells in table]
+            [table_line(columns), table_line(["---", *["---:"] * (len(columns) - 1)])]
+            + [table_line(cells) for cells in table]
         ),
         f"![{example['about']}]({name}/figure.png)",
-        f"`python -m examples.{name} --output docs/gallery/{name}` made the table and the\n"
-        f"figure in {example['seconds']} s, {example['cpu_seconds']} s of the CPU "
+        f"`python -m examples.{name} --output docs/gallery/{name}` made the table and "
+        f"the\nfigure in {example['seconds']} s, {example['cpu_seconds']} s of the CPU "
         f"({example['machine']}, shared with other\nwork)."
         + (
             " † marks a published number that was not checked against the paper."
-            if "†" in shown
+            if "†" in numbers
             else ""
         ),
         "## The algorithm",
@@ -87,11 +96,11 @@ def example_page(name: str, example: dict) -> str:
 
 def cards() -> str:
     """The examples, each with its picture and its numbers."""
-    lines = [row(["example", "result"]), row(["---", "---"])]
+    lines = [table_line(["example", "result"]), table_line(["---", "---"])]
     for name, x in examples().items():
         picture = f"[![{x['about']}]({name}/figure.png)]({name}.md)"
         text = f"[{x['title']}]({name}.md): {x['measured']} Published: {x['paper']}"
-        lines.append(row([picture, text.replace("|", "\\|")]))
+        lines.append(table_line([picture, text.replace("|", "\\|")]))
     return "\n".join(lines)
 
 
@@ -116,7 +125,10 @@ def part(page: Path, source: str) -> str:
 def complete(page: Path, text: str) -> str:
     """A page with the present text of its parts."""
     return PART.sub(
-        lambda x: f"<!-- part: {x[1]} -->\n{part(page, x[1])}\n<!-- end of part -->", text
+        lambda x: (
+            f"<!-- part: {x[1]} -->\n\n{part(page, x[1])}\n\n<!-- end of part -->"
+        ),
+        text,
     )
 
 

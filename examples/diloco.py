@@ -481,11 +481,11 @@ def verdict(losses: dict[str, float], sent: dict[str, float]) -> str:
 def describe_rounds(config: Config, methods: list[Method]) -> str:
     """How many rounds the methods have here and in the paper."""
     local = {x.period: config.steps // x.period for x in methods if x.period > 1}
-    here = ", ".join(f"H = {h} gives {rounds}" for h, rounds in local.items())
+    numbers = ", ".join(f"H = {h} gives {rounds}" for h, rounds in local.items())
     return (
         "The paper has perplexities on C4, after 24,000 steps of one worker and 64,000 "
         "of each method. The order can be compared, not the numbers. Its H = 500 gives "
-        f"128 rounds; here {here or 'no method has rounds'}."
+        f"128 rounds; here {numbers or 'no method has rounds'}."
     )
 
 

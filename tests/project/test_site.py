@@ -10,7 +10,10 @@ import importlib
 import inspect
 import json
 import re
+import runpy
 from pathlib import Path
+
+from markdown_it import MarkdownIt
 
 import drjax
 from drjax import plan
@@ -20,15 +23,15 @@ DOCS = ROOT / "docs"
 PAGES = {
     path.relative_to(DOCS).as_posix(): path.read_text()
     for path in sorted(DOCS.rglob("*.md"))
-    if not (path.parent / path.stem / "results.json").exists()  # written by the build
+    if not (path.parent / path.stem / "results.json").exists()  # generated
 }
 API = "\n".join(text for name, text in PAGES.items() if name.startswith("api/"))
 ENTRIES = re.findall(r"^\.\. auto\w+:: ([\w.]+)", API, re.M)
 BACKENDS = ("reference", "xla", "in_process", "ray", "beam", "flower")
 INTERNAL = {"Exported"}  # a protocol of the planner
 CODE = re.compile(r"^(`{3,}|:{3,}).*?^\1$", re.M | re.S)
+PART = re.compile(r"^<!-- part: .*?^<!-- end of part -->$", re.M | re.S)
 INCLUDED = re.compile(r"```\{(?:literal)?include\} (\S+)")
-WRITTEN = {"cards.txt"}  # by the build
 WORDS = 1500  # of a page but the API
 COLUMNS = 6  # of a table
 
@@ -94,10 +97,10 @@ def test_pages_are_whole():
     for name, text in PAGES.items():
         assert "{{" not in text, name
         for target in INCLUDED.findall(text):
-            path = (DOCS / name).parent / target
-            assert path.exists() or path.name in WRITTEN, (name, target)
-        # What is not executed needs an engine, whose tests run it.
-        assert not re.findall(r"^```python$", text, re.M), name
+            assert ((DOCS / name).parent / target).exists(), (name, target)
+        # What is not executed needs an engine, whose tests run it, or is in a file.
+        shown = PART.sub("", text)
+        assert not re.findall(r"^```python$", shown, re.M), name
         if "```{code-cell}" in text:
             assert "format_name: myst" in text.split("---\n")[1], name
 
@@ -145,3 +148,67 @@ def test_anchors_exist():
         for page, anchor in re.findall(r"\]\((?!http)([^)\s#]*)#([^)\s]+)\)", text):
             path = (DOCS / name).parent / page if page else DOCS / name
             assert anchor in _anchors(path.read_text()), (name, page, anchor)
+
+
+# ---------------------------------------------------------------------------------
+# Pages without the site: as plain Markdown
+
+MARKDOWN = MarkdownIt("commonmark").enable("table")
+RAW = re.compile(
+    r"\{(?:include|toctree|literalinclude|table|grid|width|image)\b|:::|^\(.+\)=$", re.M
+)
+NEEDS_BUILD = {"docs/api"}  # written from docstrings
+
+
+def test_generated_parts_are_what_generates_them():
+    written = runpy.run_path(str(DOCS / "write_pages.py"))["pages"]()
+    assert len(written) > 25
+    for path, text in written.items():
+        assert path.read_text() == text, f"python docs/write_pages.py: {path}"
+
+
+def _links(path: Path) -> list[str]:
+    """What a page links to and shows, if it is rendered as plain Markdown."""
+    text = re.sub(r"\A---\n.*?\n---\n", "", path.read_text(), flags=re.S)
+    tokens = MARKDOWN.parse(text)
+    inline = [x for token in tokens for x in token.children or ()]
+    targets = [x.attrs.get("href", x.attrs.get("src")) for x in [*tokens, *inline]]
+    return [str(x) for x in targets if x is not None]
+
+
+def _linked_pages(path: Path) -> set[Path]:
+    """The Markdown files that a page links to."""
+    targets = (x.partition("#")[0] for x in _links(path) if not x.startswith("http"))
+    paths = {(path.parent / x).resolve() for x in targets if x.endswith(".md")}
+    return {x for x in paths if x.exists()}
+
+
+def _shown(path: Path) -> str:
+    """The words of a page as plain Markdown, and the languages of its code."""
+    text = re.sub(r"\A---\n.*?\n---\n", "", path.read_text(), flags=re.S)
+    tokens = MARKDOWN.parse(text)
+    shown = [
+        x.info if x.type == "fence" else x.content for x in tokens if not x.children
+    ]
+    inline = [x for token in tokens for x in token.children or ()]
+    return "\n".join(shown + [x.content for x in inline if x.type == "text"])
+
+
+def test_pages_behind_the_readme_need_no_build():
+    readme = ROOT / "README.md"
+    first = {readme, *_linked_pages(readme)}
+    pages = first | {x for page in first for x in _linked_pages(page)}
+    assert len(first) > 12 and len(pages) > 50
+    for page in sorted(pages):
+        name = page.relative_to(ROOT).as_posix()
+        for link in _links(page):
+            target, _, anchor = link.partition("#")
+            if not target.startswith(("http", "mailto:")):
+                path = (page.parent / target).resolve() if target else page
+                assert path.exists() and path.is_relative_to(ROOT), (name, link)
+                if anchor and path.suffix == ".md":
+                    assert anchor in _anchors(path.read_text()), (name, link)
+        if page.parent.relative_to(ROOT).as_posix() not in NEEDS_BUILD:
+            shown = _shown(page)
+            assert not (raw := RAW.search(shown)), (name, raw)
+            assert len(shown.split()) > 20, name
