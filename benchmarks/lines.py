@@ -53,7 +53,7 @@ class Other:
 
 _FLOWER = ("flwr", "1.42.0", "flwr/serverapp/strategy/")
 _NOTHING, _LOCAL = "one process", "local SGD, FedAvg, DiLoCo"
-_TFF = ("tensorflow-federated", "0.33.0")
+_TFF = ("tensorflow-federated", "0.87.0")
 OTHERS = (
     Other("fedavg", "fedjax", "0.0.17", "fedjax/algorithms/fed_avg.py",
           ("create_train_for_each_client", "ServerState", "federated_averaging"),

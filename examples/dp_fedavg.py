@@ -176,14 +176,14 @@ def main(config: Config) -> results.Results:
         table.append([f"z = {noise:g}", f"{curve[-1]:.1%}", *epsilons])
     abadi = spent(*ABADI)
     table.append(["Abadi et al.", "", *(f"{e:.3f}" for e in abadi)])
-    table.append(["Abadi et al., paper", "", f"{QUOTED} {results.UNCHECKED}", "", ""])
+    table.append(["Abadi et al., paper", "", str(QUOTED), "", ""])
     result = results.Results(
         title=f"Accuracy after {config.rounds} rounds, and epsilon at {config.delta:g}",
         columns=["", "accuracy", "moments", "Renyi", "losses"],
         table=table,
         measured=f"epsilon {abadi[0]:.2f} for Abadi et al.'s q = 0.01, z = 4, 10,000 "
         f"steps; newer accountants show {abadi[1]:.2f} and {abadi[2]:.2f}.",
-        paper=f"{QUOTED} (Abadi et al. 2016, section 5.1) {results.UNCHECKED}.",
+        paper=f"{QUOTED} (Abadi et al. 2016, section 5.1).",
         numbers=numbers | {"Abadi et al.": abadi},
         remarks=REMARKS,
     )

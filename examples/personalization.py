@@ -274,7 +274,7 @@ def main(config: Config) -> results.Results:
         + changes,
         paper="No numbers on this task. FedPer is above FedAvg where clients differ "
         "(Arivazhagan et al. 2019); fine-tuning helps a significant fraction of them "
-        f"(Wang et al. 2019) {results.UNCHECKED}.",
+        "(Wang et al. 2019).",
         numbers=numbers,
         remarks=[
             f"Engine: {config.engine}, from plan files. A client has "

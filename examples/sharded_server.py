@@ -270,7 +270,7 @@ def main(config: Config) -> results.Results:
         f"in a step. The losses differ by {far:.0e} at most.",
         paper="12 P / m bytes for P parameters in 32 bits and Adam, and no more "
         "communication than data parallelism (Rajbhandari et al. 2020, sections 5 and "
-        f"7) {results.UNCHECKED}.",
+        "7).",
         numbers=curves,
         remarks=[
             *REMARKS,

@@ -16,7 +16,8 @@ from rich.table import Table
 
 from examples.common import plots
 
-# Behind a published number that was not compared with the paper.
+# Behind a published number that was not compared with the paper, as its text was not
+# within reach.
 UNCHECKED = "†"
 STARTED = time.perf_counter()
 
