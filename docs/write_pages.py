@@ -83,8 +83,8 @@ def example_page(name: str, example: dict) -> str:
         f"the\nfigure in {example['seconds']} s, {example['cpu_seconds']} s of the CPU "
         f"({example['machine']}, shared with other\nwork)."
         + (
-            " † marks a published number that was not compared with the paper, whose text was "
-            "not within reach."
+            " † marks a published number that was not compared with the paper, "
+            "whose text was not within reach."
             if "†" in numbers
             else ""
         ),

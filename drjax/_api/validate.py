@@ -67,7 +67,10 @@ def flatten_partitioned(
     return leaves, treedef
 
 
-_CLOSE_OVER = "Close over values that are not arrays instead of passing them."
+_CLOSE_OVER = (
+    "Close over values that are not arrays instead of passing them; "
+    "eqx.partition(module, eqx.is_array) separates those of an Equinox module."
+)
 
 
 def as_array(block: str, name: str, path, leaf: Any, fix: str = _CLOSE_OVER):

@@ -87,6 +87,7 @@ def test_leaves_that_are_not_arrays(leaf, text):
         needs = f"drjax.{name} needs arrays as leaves, but x['a'][1] {text}"
         result = raises(drjax.DrjaxTypeError, needs, three(block), {"a": [X3, leaf]})
         assert "Close over values that are not arrays instead of passing them" in result
+        assert "eqx.partition(module, eqx.is_array) separates those" in result
     raises(drjax.DrjaxTypeError, f"but args[1]['b'] {text}",
            three(lambda x: drjax.map_fn(max, (x, {"b": leaf}))), X3)  # fmt: skip
     raises(drjax.DrjaxTypeError, f"but the result of <lambda>['r'] {text}",
