@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks import lines
+from examples import fedavg, soups
 from examples.common import clients
 from examples.common.transformer import TransformerConfig
 from tests.helpers.cases import checkerboard
@@ -77,6 +78,53 @@ def test_each_has_a_short_form_and_committed_results():
     for name in EXAMPLES:
         results = json.loads((ROOT / f"docs/gallery/{name}/results.json").read_text())
         assert results["cpu_seconds"] <= 2 * 180  # three minutes of two cores
+
+
+def committed(name: str) -> dict:
+    return json.loads((ROOT / f"docs/gallery/{name}/results.json").read_text())
+
+
+def test_what_soups_says_of_orders_is_that_of_its_numbers():
+    results = committed("soups")
+    cells = {line[0]: line[1:3] for line in results["table"]}
+    losses = [{k: float(x[i]) for k, x in cells.items() if x[i]} for i in range(2)]
+    orders = [x for x in results["remarks"] if "published" in x and " 2." in x]
+    assert len(orders) == 7
+    for order in orders:
+        better, worse = (x.rsplit(" ", 1)[0] for x in order.split(", ")[:2])
+        kind = losses["posterior" in better]  # of settings, or of domains
+        assert soups.compare(kind, better, worse) == order
+    numbers = results["numbers"]
+    for kind, values in zip(("settings", "domains"), losses, strict=True):
+        for name, value in values.items():
+            if exact := numbers.get(f"{kind}: {name}"):
+                assert f"{exact[0]:.3f}" == f"{value:.3f}"
+
+
+def test_a_soup_that_is_worse_is_not_the_published_order():
+    text = soups.compare({"a": 2.0, "b": 1.5}, "a", "b")
+    assert text == "a 2.000, b 1.500, not the published order."
+    assert soups.compare({"a": 1.0, "b": 1.5}, "a", "b").endswith(", as published.")
+
+
+def test_what_fedavg_says_of_orders_is_that_of_its_numbers():
+    results = committed("fedavg")
+    for column, split in enumerate(fedavg.SPLITS, 2):
+        text = fedavg.compare_order(split, column, results["table"])
+        assert text in results["remarks"]
+
+
+def test_what_a_sharded_server_says_is_that_of_its_numbers():
+    results = committed("sharded_server")
+    alone = results["numbers"]["one device"]
+    curves = results["numbers"].values()
+    far = max(np.abs(np.subtract(curve, alone)).max() for curve in curves)
+    assert far < 1e-5 and f"differ by {far:.0e} at most" in results["measured"]
+    sizes = {line[0]: line[1] for line in results["table"]}
+    shown = f"{sizes['replicated']} replicated, {sizes['sharded']} sharded"
+    assert shown in results["measured"]
+    whole, part = (int(sizes[x].replace(",", "")) for x in ("replicated", "sharded"))
+    assert 7.9 < whole / part < 8.1  # devices
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
