@@ -29,8 +29,8 @@ gradient) and AdamW outside, DiLoCo is data-parallel training.
 All of them train a small byte-level transformer on modules of Python's standard library
 that the repository has; each worker has modules of its own. The claim, which the last
 line of the output tries: with H = 10, DiLoCo's held-out loss is at most 1 % above that
-of data parallelism, a batch as many times as large as there are workers, with a tenth of
-its bytes. The first paper's Table 2 has two more methods, one worker and one with as
+of data parallelism, a batch as many times as large as there are workers, with a tenth
+of its bytes. The first paper's Table 2 has two more methods, one worker and one with as
 many times its steps. As there, all methods begin with the parameters of one worker that
 was trained before.
 

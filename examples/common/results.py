@@ -65,10 +65,10 @@ class Results:
         console.print(shown)
         for line in (self.measured, f"Published: {self.paper}", *self.remarks):
             console.print(line)
-        if self.verdict:
-            console.print(f"Verdict: {self.verdict}")
         seconds = f"{about['seconds']} s, {about['cpu_seconds']} s of the CPU"
         console.print(f"{seconds}. Results and figure: {folder}")
+        if self.verdict:
+            console.print(f"Verdict: {self.verdict}")
 
 
 def lines(
