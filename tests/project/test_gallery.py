@@ -248,3 +248,11 @@ def test_the_table_of_lines_is_that_of_the_examples():
         ours = f"| `{other.example}` | {lines.algorithm_lines(other.example)} | {sent} "
         others = f"| {other.library} {other.version}, `{Path(other.path).name}`: "
         assert ours + others in table
+
+
+def test_the_readme_compares_the_versions_whose_lines_are_counted():
+    readme = (ROOT / "README.md").read_text()
+    compared = {x for x in lines.OTHERS if f"/project/{x.library}/" in readme}
+    assert len({x.library for x in compared}) == 4
+    for other in compared:
+        assert f"/project/{other.library}/{other.version}/) {other.version} |" in readme

@@ -32,12 +32,12 @@ def test_the_readme_counts_collectives_as_the_table_does():
     text, words = " ".join(text.split()), ("none", "one", "two", "three")
     ways = {"drjax": "{} of {} operations under `jax.jit`"}
     ways["drjax.jit"] = "{} of {} under `drjax.jit`"
-    for way, said in ways.items():
+    for way, sentence in ways.items():
         pairs = [(task[way], task["shard_map"]) for task in tasks]
         equal, fewer = sum(a == b for a, b in pairs), sum(a < b for a, b in pairs)
         more = len(pairs) - equal - fewer
         counts = f"(fewer in {words[fewer]}, more in {words[more]})"
-        assert f"{said.format(equal, len(pairs))} {counts}" in text
+        assert f"{sentence.format(equal, len(pairs))} {counts}" in text
 
 
 def test_memory_is_flat_and_engines_agree():
