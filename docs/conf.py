@@ -115,11 +115,28 @@ CONTENTS = {
 }
 
 
+CARD = re.compile(r"### \[(.+)\]\((\w+)\.md\)\n\n!\[(.+)\]\((.+)\)\n\n(.+\n\n.+)\n\n")
+
+
+def as_grid(text: str) -> str:
+    """The examples of the gallery side by side, where the page has one below another."""
+    first, last = (f(x.start() for x in CARD.finditer(text)) for f in (min, max))
+    last = CARD.match(text, last).end()
+    card = (
+        ":::{grid-item-card} \\1\n:img-top: \\4\n:img-alt: \\3\n:link: \\2\n"
+        ":link-type: doc\n\n\\5\n:::\n"
+    )
+    cards = CARD.sub(card, text[first:last])
+    grid = f"::::{{grid}} 1 2 2 2\n:gutter: 3\n\n{cards}::::\n\n"
+    return text[:first] + grid + text[last:]
+
+
 def add_contents(app, name, source) -> None:
     """Adds a table of contents to a section, and the whole file to an example."""
     if pages := CONTENTS.get(name):
         if name == "gallery/index":
-            pages = " ".join(dict.fromkeys(re.findall(r"\((\w+)\.md\)", source[0])))
+            pages = " ".join(x[2] for x in CARD.finditer(source[0]))
+            source[0] = as_grid(source[0])
         listed = pages.replace(" ", "\n")
         source[0] += f"\n```{{toctree}}\n:hidden:\n:glob:\n\n{listed}\n```\n"
     elif name.startswith("gallery/"):

@@ -97,12 +97,11 @@ def example_page(name: str, example: dict) -> str:
 
 def cards() -> str:
     """The examples, each with its picture and its numbers."""
-    lines = [table_line(["example", "result"]), table_line(["---", "---"])]
-    for name, x in examples().items():
-        picture = f"[![{x['about']}]({name}/figure.png)]({name}.md)"
-        text = f"[{x['title']}]({name}.md): {x['measured']} Published: {x['paper']}"
-        lines.append(table_line([picture, text.replace("|", "\\|")]))
-    return "\n".join(lines)
+    return "\n\n".join(
+        f"### [{x['title']}]({name}.md)\n\n![{x['about']}]({name}/figure.png)\n\n"
+        f"{x['measured']}\n\nPublished: {x['paper']}"
+        for name, x in examples().items()
+    )
 
 
 def part(page: Path, source: str) -> str:
