@@ -119,7 +119,7 @@ CARD = re.compile(r"### \[(.+)\]\((\w+)\.md\)\n\n!\[(.+)\]\((.+)\)\n\n(.+\n\n.+)
 
 
 def as_grid(text: str) -> str:
-    """The examples of the gallery side by side, where the page has one below another."""
+    """The examples of the gallery side by side; the page has one below another."""
     first, last = (f(x.start() for x in CARD.finditer(text)) for f in (min, max))
     last = CARD.match(text, last).end()
     card = (
@@ -132,7 +132,13 @@ def as_grid(text: str) -> str:
 
 
 def add_contents(app, name, source) -> None:
-    """Adds a table of contents to a section, and the whole file to an example."""
+    """Adds a table of contents to a section, and the whole file to an example.
+
+    A figure is a link to its file, to zoom, as its width says.
+    """
+    if name != "gallery/index":
+        figure = r"^(!\[.+\.png\))$"
+        source[0] = re.sub(figure, r'\1{width="100%"}', source[0], flags=re.M)
     if pages := CONTENTS.get(name):
         if name == "gallery/index":
             pages = " ".join(x[2] for x in CARD.finditer(source[0]))
