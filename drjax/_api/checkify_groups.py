@@ -31,7 +31,8 @@ from drjax._primitives.collectives import (
     reduce_sum_p,
 )
 from drjax._primitives.columns_lowering import COORDINATES, WHOLE
-from drjax._primitives.fold_groups import fold_around_p, reduce_fold_p
+from drjax._primitives.fold_groups import fold_tree_p, reduce_fold_p
+from drjax._primitives.fold_lowering import FoldMode
 from drjax._primitives.map_columns import map_columns_p, trace_column
 from drjax._primitives.map_fn import group_context, map_fn_p
 from drjax._sharding.layout import make_layout
@@ -274,6 +275,15 @@ def _check_fold(primitive, enabled, *args, jaxpr, n_states: int, **params):
     return error, [x for part in parts for x in part[:n_states]]
 
 
+def _check_tree(enabled, *args, mode: FoldMode, **params):
+    """Checkify rule of `fold_tree`: the value has the errors, and no derivative has."""
+    if mode.what == "value":
+        bind = functools.partial(_check_fold, fold_tree_p, enabled, *args, mode=mode)
+        return bind(**params)
+    no_error = checkify.checkify(lambda: None)()[0]
+    return no_error, fold_tree_p.bind(*args, mode=mode, **params)
+
+
 def _first_of(*errors):
     """Combine errors of one structure: of each kind, the first that happened."""
     parts = list(map(checkify_rules.error_parts, errors))
@@ -290,7 +300,9 @@ def _first_of(*errors):
 
 checkify_rules.register_error_check(map_fn_p, _check_map)
 checkify_rules.register_error_check(map_columns_p, _check_columns)
-for fold_p in (reduce_fold_p, fold_around_p):
-    checkify_rules.register_error_check(fold_p, functools.partial(_check_fold, fold_p))
+checkify_rules.register_error_check(
+    reduce_fold_p, functools.partial(_check_fold, reduce_fold_p)
+)
+checkify_rules.register_error_check(fold_tree_p, _check_tree)
 checkify_rules.register_nan_check(reduce_sum_p)
 checkify_rules.register_nan_check(reduce_mean_p)

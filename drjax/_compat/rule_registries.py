@@ -288,12 +288,11 @@ def lower_cached_function(ctx, fn: Callable, operand, **params):
     module = ctx.module_context
     if ctx.platforms is not None:
         module = module.replace(platforms=ctx.platforms)
-    outs, tokens = mlir.jaxpr_subcomp(
+    outs, _ = mlir.jaxpr_subcomp(
         module, open_jaxpr(jaxpr), ctx.name_stack, ctx.tokens_in, [], value,
         dim_var_values=ctx.dim_var_values, const_lowering=ctx.const_lowering,
         outer_traceback=None,
     )  # fmt: skip
-    ctx.set_tokens_out(tokens)
     return outs
 
 

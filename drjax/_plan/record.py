@@ -25,13 +25,13 @@ class Record:
     """Base of the dataclasses of a plan, which checks their fields when one is made."""
 
     def __post_init__(self):
-        for name, wanted, convert in _checks(type(self)):
+        for name, expected, convert in _checks(type(self)):
             old = getattr(self, name)
             try:
                 new = convert(old)
             except TypeError:
                 raise DrjaxTypeError(
-                    f"{type(self).__name__}.{name} needs {wanted}, got "
+                    f"{type(self).__name__}.{name} needs {expected}, got "
                     f"{type(old).__name__}: {repr(old)[:100]}."
                 ) from None
             if new is not old:

@@ -453,12 +453,12 @@ def _jaxpr(
         function = exported.per_group.function
         index = [jax.ShapeDtypeStruct((), np.int32)] if local else []
         takes = [*exported.consts, *index, *map(raw_type, inputs)]
-        for what, avals, said in (
+        for what, avals, expected in (
             ("takes", function.in_avals, takes),
             ("gives", function.out_avals, [*map(raw_type, outputs)]),
         ):
             if [(x.shape, x.dtype) for x in avals] != [
-                (x.shape, x.dtype) for x in said
+                (x.shape, x.dtype) for x in expected
             ]:
                 raise ValueError(f"a stage {what} other types than it is said to")
     return jax.make_jaxpr(run)(*types)

@@ -6,6 +6,7 @@ could have is a `ValueError`, which `decode` converts to `PlanFileError`. Sharp 
 files of earlier versions lack `wire`, `sharded`, `secure` and `bound`.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

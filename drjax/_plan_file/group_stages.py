@@ -38,15 +38,16 @@ def file_of_stage(owner: Plan, a_round: Round) -> bytes:
         tuple(a_round.partials),
         folds=a_round.folds,
     )
+    inputs, outputs = (*local.inputs, *unique.values()), (*results, *slices)
     plan = Plan(
         local.name,
         owner.partition,
         (alone,),
         _nothing(),
-        (*local.inputs, *unique.values()),
-        (*results, *slices),
-        None,
-        None,
+        inputs,
+        outputs,
+        jax.tree.structure((inputs, {})),
+        jax.tree.structure(outputs),
     )
     return container.to_bytes(*encode(plan))
 

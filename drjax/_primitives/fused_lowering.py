@@ -353,7 +353,7 @@ class _Contraction:
         fn = _compat.jaxpr_as_fun(self._extended)
 
         def run(*args):
-            body = vmap_over_groups(layout, fn, partitioned_in)
+            body = over_groups(layout, fn, partitioned_in)
             vary_all = lambda *xs: [vary(y, layout.axes) for y in body(*xs)]
             everywhere = [True] * len(self._extended.out_avals)
             return shard_map_over_devices(

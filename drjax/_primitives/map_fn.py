@@ -385,24 +385,31 @@ def _zero_for_zeros(transposed, n_residuals: int):
     """Let a transposed function return zeros for the zeros of a group that diverged."""
 
     def fn(*values):
-        cts = values[n_residuals:]
         inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in values]
-        if not cts or not any(inexact[:n_residuals]):
+        if len(values) == n_residuals or not any(inexact[:n_residuals]):
             return transposed(*values)  # nothing to multiply zeros by
-        idle = functools.reduce(jnp.logical_and, [jnp.all(ct == 0) for ct in cts])
-        finite = lambda xs: functools.reduce(
-            jnp.logical_and, [jnp.all(jnp.isfinite(x)) for x in xs]
-        )
-        used = [x for x, is_float in zip(values, inexact, strict=True) if is_float]
-        dead = idle & ~finite(used)
-        pairs = zip(values, inexact, strict=True)
+        varying = lambda x: _compat.varying(_compat.typeof(x))
+        finite = lambda xs: [(varying(x), jnp.all(jnp.isfinite(x))) for x in xs]
+        idle = [(varying(ct), jnp.all(ct == 0)) for ct in values[n_residuals:]]
+        used = finite(x for x, f in zip(values, inexact, strict=True) if f)
+
+        def where_dead(y, of_dead):
+            """Replace `y` where the group diverged, by what `y` may depend on."""
+            own = varying(y)
+            idle_, used_ = ([t for v, t in tests if v <= own] for tests in (idle, used))
+            if not (idle_ and used_):
+                return y
+            every = lambda tests: functools.reduce(jnp.logical_and, tests)
+            return jnp.where(every(idle_) & ~every(used_), of_dead, y)
+
         outs = transposed(
-            *(jnp.where(dead, lax.stop_gradient(x), x) if f else x for x, f in pairs)
+            *(
+                where_dead(x, lax.stop_gradient(x)) if f else x
+                for x, f in zip(values, inexact, strict=True)
+            )
         )
-        if not outs:
-            return outs
-        dead |= idle & ~finite(outs)
-        return [jnp.where(dead, jnp.zeros_like(y), y) for y in outs]
+        used += finite(outs)
+        return [where_dead(y, jnp.zeros_like(y)) for y in outs]
 
     return fn
 

@@ -86,7 +86,7 @@ class Groups:
 
     @property
     def dtype(self) -> Any:
-        """An error: JAX asks for it when it gets this in place of an array."""
+        """Groups have none. JAX asks for it when they are in the place of an array."""
         # Not a TypeError, which JAX would replace by its own.
         raise DrjaxValueError(f"JAX needs an array, got Groups. {where_it_goes(self)}.")
 

@@ -5,6 +5,8 @@ Covers: drjax.backends.engine.code_of_stages, drjax._plan_file.group_stages.
 
 # pyright: reportMissingImports=false
 
+from typing import Any, cast
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -177,4 +179,8 @@ def test_an_owner_demands_secure_sums():
         with pytest.raises(drjax.EngineError, match=text):
             run(MODEL, flower.Clients())
     text = "client needs min_groups= as an integer, got 2.5"
-    raises(drjax.DrjaxTypeError, text, lambda: flower.client(load, min_groups=2.5))
+    raises(
+        drjax.DrjaxTypeError,
+        text,
+        lambda: flower.client(load, min_groups=cast(Any, 2.5)),
+    )

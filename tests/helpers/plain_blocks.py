@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import io_callback
 
 import drjax
 
@@ -264,6 +265,12 @@ class _Blocks:
         """An effect, of which the plain meaning keeps nothing."""
         if not self.plain:
             jax.debug.callback(lambda i, *_: self.calls.append(int(i)), index, *args)
+
+    def record_in_order(self, index) -> None:
+        """The same, by an ordered effect, which has no derivative."""
+        call = lambda i: self.calls.append(int(i))
+        if not self.plain:
+            io_callback(call, None, index, ordered=True)
 
 
 blocks = _Blocks()

@@ -437,15 +437,48 @@ def custom(x, g, j):
     return bounded(fn(x, g))
 
 
-@step("p0", "p0")
+@step("p0", "p0", variants=2)
 def effect(x, j):
     """At the top of a program only: there, each group does it once."""
 
     def work(a):
-        blocks.record(blocks.partition_index(), a)
+        if j % 2:
+            blocks.record_in_order(blocks.partition_index())
+        else:
+            blocks.record(blocks.partition_index(), a)
         return jnp.sin(a)
 
     return blocks.map_fn(work, x)
+
+
+@step("p1 g1", "p1")
+def kernel(x, g, j):
+    """Work without a batching rule, where each group is alone: see `runs_alone`."""
+    sin = jnp.sin if blocks.plain else kernel_of_group
+    return blocks.map_fn(
+        lambda x, g: sin(x) * g * (1 + blocks.partition_index() % 2),
+        (x, blocks.broadcast(g)),
+    )
+
+
+@jax.custom_batching.custom_vmap
+def _without_vmap(x):
+    return jnp.sin(x)
+
+
+@_without_vmap.def_vmap
+def _(*_):
+    raise NotImplementedError("the kernel has no batching rule")
+
+
+@jax.custom_jvp
+def kernel_of_group(x):
+    return _without_vmap(x)
+
+
+kernel_of_group.defjvp(
+    lambda p, t: (kernel_of_group(p[0]), kernel_of_group(p[0] + np.pi / 2) * t[0])
+)
 
 
 @step("p1", "p1", variants=4)

@@ -9,6 +9,7 @@ there are no ties.
 """
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -254,6 +255,7 @@ for name in STEPS:
 _families["of"] += _families.pop("to")
 _names = sorted(_families)
 DEPTH = 2  # of control flow
+AT_TOP = ("effect", "kernel")  # not in control flow
 
 
 def _draw_steps(rng: random.Random, most: int, depth: int) -> tuple:
@@ -267,7 +269,7 @@ def _draw_steps(rng: random.Random, most: int, depth: int) -> tuple:
             new = rng.random() < 0.4
             names = random_kinds.NEW if new else _families[rng.choice(_names)]
             name = rng.choice(names)
-            if name != "effect" or depth == DEPTH:
+            if name not in AT_TOP or depth == DEPTH:
                 steps.append((name, i, j, ()))
     return tuple(steps)
 
@@ -305,11 +307,26 @@ def valid(program: Program) -> Program:
     names = list(walk(program.recipe))
     if program.mode == "jvp" and any(map(_has_custom_vjp, names)):
         program = replace(program, mode="hvp")  # its jvp is that of the gradient
-    others = program.mesh is not None and len(MESHES[program.mesh][0]) > 1
-    if others or program.mode == "vmap":  # host callbacks: see sharp_edges.md
-        kept = tuple(s for s in program.recipe if s[0] != "effect")
-        program = replace(program, recipe=kept)
-    return program
+    shape = {} if program.mesh is None else MESHES[program.mesh][0]
+    recipe = program.recipe
+    if len(shape) > 1 or program.mode == "vmap":  # host callbacks: see sharp_edges.md
+        recipe = tuple(s for s in recipe if s[0] != "effect")
+    if math.prod(shape.values()) > 1:  # JAX orders effects of one device only
+        recipe = tuple(
+            (name, i, j - j % 2 if name == "effect" else j, body)
+            for name, i, j, body in recipe
+        )
+    if not runs_alone(program):
+        recipe = tuple(s for s in recipe if s[0] != "kernel")
+    return replace(program, recipe=recipe)
+
+
+def runs_alone(program: Program) -> bool:
+    """Whether nothing batches the work of a group, in the program or around it."""
+    shape = {} if program.mesh is None else MESHES[program.mesh][0]
+    alone = program.n <= shape.get("clients", 1)
+    in_turn = program.runner == "drjax" and program.step == 1
+    return program.mode != "vmap" and len(shape) < 3 and (alone or in_turn)
 
 
 def walk(recipe) -> Iterator[tuple]:

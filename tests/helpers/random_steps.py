@@ -525,6 +525,29 @@ def mapped(x, y, g, j):
     return bounded(blocks.map_fn(works[j % len(works)], (x, y)))
 
 
+def _cube_root(x):
+    """The real y with y**3 + y = x, by Newton's method; its derivative is implicit."""
+    newton = lambda f, y: lax.fori_loop(
+        0, 25, lambda _, y: y - f(y) / (3 * jnp.square(y) + 1), y
+    )
+    solve = lambda tangent, y: y / tangent(jnp.ones_like(y))
+    residual = lambda y: y**3 + y - x
+    return lax.custom_root(residual, jnp.zeros_like(x), newton, solve)
+
+
+@step("p1 g1", "p1", variants=4)
+def mapped_types(x, g, j):
+    """Functions of a group that JAX writes as equations that store types."""
+    grid = np.arange(-2.03, 2.5, 0.5)
+    works = (
+        lambda x, g: x.at[jnp.nonzero(x > 0.0123, size=2, fill_value=0)[0]].set(g[0]),
+        lambda x, g: x * g + jnp.searchsorted(grid.astype(x.dtype), x),
+        lambda x, g: jnp.insert(x * g, 1, g[0])[1:],
+        lambda x, g: _cube_root(x) * g,
+    )
+    return bounded(blocks.map_fn(works[j % len(works)], (x, blocks.broadcast(g))))
+
+
 @step("p1 p0", "p0")
 def mapped_mixed(x, y, j):
     return blocks.map_fn(lambda a, b: bounded(jnp.dot(a, a) * b), (x, y))

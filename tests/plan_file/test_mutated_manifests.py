@@ -102,11 +102,11 @@ def mutate(rng: random.Random, manifest) -> None:
     """Change one part of a manifest for another of the same sort, or for any other."""
     path: Any = rng.choice([p for p in places(manifest["plan"], ("plan",)) if p[1:]])
     *around, last = path
-    parent: Any = _at(manifest, around)
+    parent: Any = _entry_at(manifest, around)
     old = parent[last]
     # Of the same sort: what stands in the same place elsewhere, or is near.
     alike = [
-        _at(manifest, p)
+        _entry_at(manifest, p)
         for p in places(manifest["plan"], ("plan",))
         if p[-1] == last and p != path
     ]
@@ -132,7 +132,7 @@ def mutate(rng: random.Random, manifest) -> None:
         parent[last] = copy.deepcopy(rng.choice(chosen))
 
 
-def _at(x, path):
+def _entry_at(x, path):
     for key in path:
         x = x[key]
     return x
@@ -158,9 +158,9 @@ def _repair_batches(plan, members, manifest) -> None:
     with pytest.MonkeyPatch.context() as patch:
         # Whatever is said of batches is believed.
         patch.setattr("drjax._plan_file.decode.batched_results", lambda *_: {})
-        made = _reader(manifest, members).plan(plan)
-    for entry, a_round in zip(plan["rounds"], made.rounds, strict=True):
-        entry["groups"].update(batched_results(a_round, made.kept()))
+        repaired = _reader(manifest, members).plan(plan)
+    for entry, a_round in zip(plan["rounds"], repaired.rounds, strict=True):
+        entry["groups"].update(batched_results(a_round, repaired.kept()))
 
 
 class TooLongError(Exception):

@@ -199,10 +199,11 @@ def test_values_that_a_loop_adds_are_rematerialized():
 
 def test_each_primitive_moves_values_or_computes_new_ones():
     computes = """argmax argmin bitcast_convert_type cholesky conv_general_dilated
-        cumlogsumexp cumprod cumsum dot_general eigh fft lu random_gamma random_unwrap
+        cumlogsumexp cumprod cumsum dot_general eig eigh fence fft hessenberg
+        householder_product lu lu_pivots_to_permutation qr random_gamma random_unwrap
         random_wrap reduce_and reduce_or reduce_prod reduce_sum reduce_window_sum
-        reduce_xor scatter-add scatter-mul scatter-sub select_and_scatter_add sort svd
-        triangular_solve""".split()
+        reduce_xor scatter-add scatter-mul scatter-sub schur select_and_scatter_add sort
+        svd triangular_solve tridiagonal tridiagonal_solve""".split()
     rules = set(UNBATCHING_RULES) - ELEMENTWISE
     assert rules == (set(computes) | set(bitwise_observable.MOVED_OPERANDS)) & rules
     assert not set(computes) & set(bitwise_observable.MOVED_OPERANDS)

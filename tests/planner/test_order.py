@@ -73,8 +73,8 @@ def test_values(name, tmp_path):
     fn = FENCED[name]
     want = jax.jit(fn)(W, X)
     plan = drjax.make_plan(fn)(W, X)
-    for made in (plan, saved(plan, tmp_path / "plan.drjax")):
-        run = reference.compile(made)
+    for each in (plan, saved(plan, tmp_path / "plan.drjax")):
+        run = reference.compile(each)
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, 1e-5), run(W, X), want
         )
@@ -98,18 +98,18 @@ def test_derivatives(name):
 def test_ordered_effects_of_the_server():
     log = []
 
-    def note(name, x):
+    def logged(name, x):
         jax.debug.callback(lambda _: log.append(name), x, ordered=True)
 
     @program
     def f(m, x):
         total = drjax.reduce_sum(x)
-        note("total", total)
-        note("model", m)  # depends on no communication
+        logged("total", total)
+        logged("model", m)  # depends on no communication
         work = lambda x, t: x * t
         again = drjax.reduce_sum(drjax.map_fn(work, (x, drjax.broadcast(total))))
-        note("again", again)
-        note("last", m)
+        logged("again", again)
+        logged("last", m)
         return again
 
     x = jnp.arange(float(N))

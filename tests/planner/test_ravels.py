@@ -21,23 +21,23 @@ RAVELED = {
 }
 
 
-def made(name):
+def program_of(name):
     return program(lambda x: RAVELED[name](drjax.map_fn(jnp.sin, x)))
 
 
 @pytest.mark.parametrize("name", RAVELED)
 def test_values(name):
-    fn = made(name)
+    fn = program_of(name)
     np.testing.assert_allclose(drjax.jit(fn)(X), fn(X), rtol=1e-5, atol=1e-6)
 
 
 def test_the_gradient_of_a_solution():
-    loss = jax.grad(lambda x: jnp.sum(jnp.sin(made("solved")(x))))
+    loss = jax.grad(lambda x: jnp.sum(jnp.sin(program_of("solved")(x))))
     np.testing.assert_allclose(drjax.jit(loss)(X), loss(X), rtol=1e-5, atol=1e-6)
 
 
 def test_a_product_is_one_sum_of_scalars():
-    (a_round,) = drjax.make_plan(made("vdot"))(X).rounds
+    (a_round,) = drjax.make_plan(program_of("vdot"))(X).rounds
     assert [(r.op, r.source.shape) for r in a_round.reduces] == [("sum", ())]
 
 

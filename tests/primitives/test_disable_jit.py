@@ -15,8 +15,10 @@ MESHES = {
     "auto": ({"clients": 4}, AUTO),
     "uneven": ({"clients": 3}, AUTO),
     "explicit": ({"clients": 4}, EXPLICIT),
-    "auto model": ({"clients": 2, "model": 2}, AUTO),
 }
+# Before, JAX refuses a hand-written shard_map that has a `jnp.where`, too.
+if jax.__version_info__ >= (0, 11):
+    MESHES["auto model"] = ({"clients": 2, "model": 2}, AUTO)
 
 
 @checkerboard(

@@ -349,7 +349,7 @@ def all_words(letters, length: int) -> np.ndarray:
 def indices(n: int, all_of: int) -> np.ndarray:
     """All indices from -n - 1 to n; of more than `all_of` groups all of three numbers.
 
-    These are of the first group, of the last one, and of none.
+    These are of the first group, of the last one, and out of bounds.
     """
     return all_words(range(-n - 1, n + 1) if n <= all_of else (0, -1, n), n)
 

@@ -263,7 +263,7 @@ def test_reductions_of_narrow_floats(shape, dtype):
 
 @pytest.mark.parametrize("dtype, unit", [("bfloat16", 2.0**-8), ("float16", 2.0**-11)])
 def test_the_rounding_of_narrow_sums_has_a_bound(dtype, unit):
-    """That of docs/sharp_edges.md. CPUs add bfloat16 of devices in float32."""
+    """As the page on determinism says. CPUs add bfloat16 of devices in float32."""
     x = jnp.asarray(RNG.randn(8, 1000), dtype)
     exact = np.asarray(x, np.float64)
     of_devices = exact.reshape(4, 2, 1000).sum(1)
