@@ -15,7 +15,7 @@ each other's random seeds. In a round
         w = w + step of the optimizer for  1 / (n sigma) sum_i F_i e_i
 
 With the improvements of the paper's section 2.1: noise in pairs, e_i and -e_i
-(antithetic or mirrored sampling), so a worker has two returns; and ranks in place of
+(mirrored sampling), so a worker has two returns; and ranks in place of
 returns (fitness shaping). Adam is the optimizer.
 
 The task is Gymnasium's CartPole-v1 (Barto, Sutton and Anderson 1983, with the

@@ -283,9 +283,14 @@ def test_an_interrupted_call_does_not_delay_the_next(actors):
     cores = {"num_cpus": 0}
     run = ray.compile(plan, workers=actors, ray_options=cores, block_size=1)
     assert run(x) == 1
-    threading.Timer(3.0, signal.raise_signal, [signal.SIGINT]).start()
-    with pytest.raises(KeyboardInterrupt):
-        run(-x)
+    # A process in the background of a shell ignores Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        threading.Timer(3.0, signal.raise_signal, [signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            run(-x)
+    finally:
+        signal.signal(signal.SIGINT, before)
     start = time.monotonic()
     assert run(x) == 1
     assert time.monotonic() - start < 120
