@@ -9,13 +9,12 @@ Sharp edges: of two callbacks, the first one runs for all groups of a device bef
 second one does. On a mesh, each device has an order of its own.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import batching
 
 from drjax import _compat
+from drjax._jaxprs.walk import rewrite_equations
 from drjax._primitives import registration
 
 call_in_order_p = registration.new_primitive("call_in_order", multiple_results=True)
@@ -25,7 +24,8 @@ call_in_order_p = registration.new_primitive("call_in_order", multiple_results=T
 @_compat.weakref_lru_cache
 def rewrite_ordered_callbacks(jaxpr):
     """Replace ordered callbacks by `call_in_order`, at any depth; cached."""
-    return _rewrite(jaxpr) if _has_ordered(jaxpr) else jaxpr
+    ordered = _has_ordered(jaxpr)
+    return rewrite_equations(jaxpr, _rewrite_callback) if ordered else jaxpr
 
 
 @_compat.weakref_lru_cache
@@ -40,23 +40,17 @@ def _is_ordered(eqn) -> bool:
     return eqn.primitive.name == "io_callback" and eqn.params["ordered"]
 
 
-def _rewrite(value: Any) -> Any:
-    """Rewrite a jaxpr, or each one in a tuple or list; return any other object."""
-    if type(value) in (tuple, list):
-        return type(value)(map(_rewrite, value))
-    if not isinstance(value, _compat.JAXPR_TYPES):
-        return value
-    eqns = []
-    for eqn in _compat.open_jaxpr(value).eqns:
-        params = {name: _rewrite(x) for name, x in eqn.params.items()}
-        if _is_ordered(eqn):
-            options = tuple(sorted(eqn.params.items()))
-            params = {"call": eqn.primitive, "options": options}
-            params["avals"] = tuple(v.aval for v in eqn.outvars)
-            params["called"] = frozenset(eqn.effects)
-            eqn = eqn.replace(primitive=call_in_order_p)
-        eqns.append(eqn.replace(params=params))
-    return _compat.with_equations(value, eqns)
+def _rewrite_callback(eqn) -> list | None:
+    """Replace an ordered callback by `call_in_order`; None for other equations."""
+    if not _is_ordered(eqn):
+        return None
+    params = {
+        "call": eqn.primitive,
+        "options": tuple(sorted(eqn.params.items())),
+        "avals": tuple(v.aval for v in eqn.outvars),
+        "called": frozenset(eqn.effects),
+    }
+    return [eqn.replace(primitive=call_in_order_p, params=params)]
 
 
 def _call(*args, call, options, avals, called):
