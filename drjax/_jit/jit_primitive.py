@@ -473,7 +473,8 @@ def _primal(nonzeros, primals, jaxpr, options: Options, types):
     Returns:
       The list of results.
     """
-    if not _compat.has_primitive(jaxpr, ("custom_vjp_call",)):
+    # With `generic_batching=True`, a `custom_vjp` is a high-level equation.
+    if not _compat.has_primitive(jaxpr, ("custom_vjp_call", "call_hi_primitive")):
         return planned_p.bind(*primals, jaxpr=jaxpr, options=options, types=types)
     with planning(options.bound):
         forward, *_ = _compat.linearize_jaxpr(jaxpr, nonzeros, True)

@@ -76,3 +76,18 @@ def test_auto_rematerializes_where_residuals_do_not_fit(caplog):
         run = drjax.jit(gradient, groups_per_step="auto", memory_budget=least)
         assert temp_bytes(run, *args) <= least
     assert f"groups_per_step=1 of {N}" in caplog.text
+
+
+# With this option, which newer versions have, a custom_vjp is a high-level equation.
+RULES = [{}] + [{"generic_batching": True}] * (jax.__version_info__ >= (0, 12))
+
+
+@pytest.mark.parametrize("options", RULES, ids=str)
+def test_second_derivatives_of_a_custom_vjp(options):
+    sin = jax.custom_vjp(jnp.sin)
+    sin.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (ct * jnp.cos(x),), **options)
+    total = drjax.program(clients=3)(lambda x: drjax.reduce_sum(drjax.map_fn(sin, x)))
+    x = jnp.arange(3.0)
+    slope, change = jax.jvp(jax.grad(drjax.jit(total)), (x,), (x,))
+    np.testing.assert_allclose(slope, jnp.cos(x), rtol=1e-6)
+    np.testing.assert_allclose(change, -x * jnp.sin(x), rtol=1e-6)
