@@ -15,8 +15,10 @@ import importlib
 import json
 import re
 import sys
+import tempfile
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -24,6 +26,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 import drjax
 from drjax._planner.partitioning import consistency
@@ -33,6 +36,7 @@ from drjax.backends.xla import reuse_accumulators
 from tests.helpers.interpreter import interpreted, stage_runner
 from tests.helpers.meshes import in_mesh
 from tests.helpers.plain_blocks import blocks, plainly
+from tests.helpers.plan_files import saved
 from tests.helpers.random_programs import (
     MESHES,
     Program,
@@ -91,10 +95,15 @@ def check(program: Program) -> None:
             _check_effects(program)
         if known:
             reference = drjax.backends.reference
+            plan = drjax.make_plan(fn)(*inputs)
             with mock.patch.object(reference, "_call", stage_runner()):
-                result = reference.compile(drjax.make_plan(fn)(*inputs))(*inputs)
+                result = reference.compile(plan)(*inputs)
             compare(program, result, want)
             _check_effects(program)
+            if _file_too(program):
+                with tempfile.TemporaryDirectory() as folder:
+                    loaded = saved(plan, Path(folder) / "plan.drjax")
+                compare(program, reference.compile(loaded)(*inputs), want)
 
 
 def _has_extrema(program: Program) -> bool:
@@ -166,7 +175,8 @@ def needs_types(program: Program, error: Exception) -> bool:
     On Explicit axes it does not infer those of an index into a partitioned value, say.
     drjax.jit keeps them where the program closes over arrays of the mesh.
     """
-    if program.mesh is None or (program.runner == "drjax" and not program.closed):
+    planned = program.runner == "drjax" and not program.closed
+    if program.mesh is None or (planned and not shards_slices(program)):
         return False
     words = (
         "out_sharding",
@@ -189,6 +199,15 @@ def _reference_too(program: Program) -> bool:
     return program.mesh is None and program.runner == "drjax" and program.step != 2
 
 
+def _file_too(program: Program) -> bool:
+    """Whether its plan goes through a file: of all batches, and of an eighth of others.
+
+    No file has a Python callback.
+    """
+    chosen = program.mode == "vmap" or program.seed % 8 == 0
+    return chosen and all(name != "effect" for name, *_ in program.recipe)
+
+
 def _check_effects(program: Program) -> None:
     jax.effects_barrier()
     times = sum(name == "effect" for name, *_ in program.recipe)
@@ -207,7 +226,26 @@ def _placed(program: Program, mesh):
         return args
     shard = lambda x: drjax.shard(x, partition={"clients": program.n})
     partitioned = (3, 4, 5, 7, 8, 10)
-    return tuple(shard(x) if k in partitioned else x for k, x in enumerate(args))
+    args = tuple(shard(x) if k in partitioned else x for k, x in enumerate(args))
+    if mesh is None or not shards_slices(program):
+        return args
+    groups = "clients" if "clients" in MESHES[program.mesh or 0][1] else None
+    over_model = jax.sharding.NamedSharding(mesh, P(groups, "model"))
+    return tuple(
+        jax.device_put(x, over_model) if k == 4 else x for k, x in enumerate(args)
+    )
+
+
+def shards_slices(program: Program) -> bool:
+    """Whether an Explicit axis besides the partition's shards the slices of `p1`."""
+    shape, explicit = ({}, ()) if program.mesh is None else MESHES[program.mesh]
+    return (
+        "model" in explicit
+        and program.f % shape["model"] == 0
+        and program.n % shape["clients"] == 0
+        and program.seed % 3 > 0
+        and program.mode != "vmap"
+    )
 
 
 def compare(program: Program, result, want) -> None:
