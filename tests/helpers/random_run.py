@@ -188,6 +188,7 @@ def needs_types(program: Program, error: Exception) -> bool:
         "is not found in mesh",  # a vmap of a loop over sharded operands
         "must have equal output types",  # branches that shard their results otherwise
         "Expected cotangent type",  # a read of one group of a sharded array
+        "Incompatible types for broadcasting",  # an svd of a sharded array
     )
     typed = type(error).__name__ == "ShardingTypeError"
     return bool(MESHES[program.mesh][1]) and (

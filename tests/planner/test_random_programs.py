@@ -75,8 +75,11 @@ def assert_all_rules(reached) -> None:
     assert names >= primitives | set(CONTROL) | meanings
     others = set(UNBATCHING_RULES) - ELEMENTWISE
     assert len(set(rules) - others) > 20
-    # Samples of gamma distributions take seconds to compile; `test_rule` has them.
-    assert not others - set(rules) - INTERNAL - {"random_gamma"}
+    # Samples of gamma distributions take seconds to compile, and factorizations with
+    # complex or ambiguous results cannot be compared: `test_rule` has them.
+    elsewhere = {"random_gamma", "eig", "hessenberg", "householder_product", "schur"}
+    elsewhere |= {"lu_pivots_to_permutation", "tridiagonal", "tridiagonal_solve"}
+    assert not others - set(rules) - INTERNAL - elsewhere
 
 
 def _covering() -> list[Program]:
