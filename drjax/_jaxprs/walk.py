@@ -8,6 +8,7 @@ a depth-first search from the roots, so that plans are deterministic. Sharp edge
 literal is no variable; functions that return variables leave literals out.
 """
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -140,24 +141,27 @@ def copy_equations(eqns: Iterable[Any], starts: Iterable[Any]) -> tuple[dict, li
 
 
 def rewrite_equations(value: Any, rule: Callable[[Any], list | None]) -> Any:
-    """Copy a jaxpr, or each one in a tuple or list, with other equations at any depth.
+    """Replace equations at any depth of a jaxpr, or of those in a tuple or list.
 
-    Args:
-      value: A jaxpr, open or closed; a tuple or list; any other object is returned.
-      rule: The equations that replace one; None: it stays, and its jaxprs are copied.
+    `rule` returns the equations that replace one; None: it stays, but for its jaxprs.
+    Where nothing is replaced, the same object is returned, so that caches hit.
     """
     if type(value) in (tuple, list):
-        return type(value)(rewrite_equations(x, rule) for x in value)
+        items = [rewrite_equations(x, rule) for x in value]
+        same = all(new is old for new, old in zip(items, value, strict=True))
+        return value if same else type(value)(items)
     if not isinstance(value, _compat.JAXPR_TYPES):
         return value
-    eqns: list[Any] = []
-    for eqn in _compat.open_jaxpr(value).eqns:
+    old, eqns = _compat.open_jaxpr(value).eqns, []
+    for eqn in old:
         new = rule(eqn)
         if new is None:
             params = {k: rewrite_equations(x, rule) for k, x in eqn.params.items()}
-            new = [eqn.replace(params=params)]
+            same = all(params[k] is x for k, x in eqn.params.items())
+            new = [eqn if same else eqn.replace(params=params)]
         eqns += new
-    return _compat.with_equations(value, eqns)
+    same = len(eqns) == len(old) and all(map(operator.is_, eqns, old))
+    return value if same else _compat.with_equations(value, eqns)
 
 
 def split_scan(eqn, values: Sequence[Any]) -> tuple[list, list, list]:

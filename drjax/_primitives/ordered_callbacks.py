@@ -24,25 +24,12 @@ call_in_order_p = registration.new_primitive("call_in_order", multiple_results=T
 @_compat.weakref_lru_cache
 def rewrite_ordered_callbacks(jaxpr):
     """Replace ordered callbacks by `call_in_order`, at any depth; cached."""
-    ordered = _has_ordered(jaxpr)
-    return rewrite_equations(jaxpr, _rewrite_callback) if ordered else jaxpr
-
-
-@_compat.weakref_lru_cache
-def _has_ordered(jaxpr) -> bool:
-    return any(
-        _is_ordered(eqn) or any(map(_has_ordered, _compat.jaxprs_in(eqn.params)))
-        for eqn in _compat.open_jaxpr(jaxpr).eqns
-    )
-
-
-def _is_ordered(eqn) -> bool:
-    return eqn.primitive.name == "io_callback" and eqn.params["ordered"]
+    return rewrite_equations(jaxpr, _rewrite_callback)
 
 
 def _rewrite_callback(eqn) -> list | None:
     """Replace an ordered callback by `call_in_order`; None for other equations."""
-    if not _is_ordered(eqn):
+    if eqn.primitive.name != "io_callback" or not eqn.params["ordered"]:
         return None
     params = {
         "call": eqn.primitive,

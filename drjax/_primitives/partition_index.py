@@ -63,20 +63,13 @@ def with_index_of_device(jaxpr, layout: Layout):
     The jaxpr has the types of a device's code. One without the index is returned.
     """
 
-    def inside(eqn) -> bool:  # an equal partition is that of an inner program
-        return eqn.params.get("partition") != layout.partition
-
-    def is_index(eqn) -> bool:
-        own = eqn.primitive is partition_index_p and eqn.params["per_group"]
-        return own and not inside(eqn)
-
     def rule(eqn) -> list | None:
-        if is_index(eqn):
+        if eqn.params.get("partition") != layout.partition:
+            return None
+        if eqn.primitive is partition_index_p and eqn.params["per_group"]:
             return _index_equations(eqn, layout)
-        return None if inside(eqn) else [eqn]
+        return [eqn]  # an equal partition in its jaxpr is that of an inner program
 
-    if not any(map(is_index, walk.deep_equations(jaxpr, inside))):
-        return jaxpr
     return walk.rewrite_equations(jaxpr, rule)
 
 

@@ -51,19 +51,7 @@ def rewrite_draws(jaxpr):
     Returns:
       The rewritten jaxpr; the same object if it has no such draws.
     """
-    return rewrite_equations(jaxpr, _rewrite_draw) if _has_draws(jaxpr) else jaxpr
-
-
-@_compat.weakref_lru_cache
-def _has_draws(jaxpr) -> bool:
-    """Whether a jaxpr, closed or open, has an equation to replace, at any depth.
-
-    That is a draw from a key of `rbg` or `unsafe_rbg`.
-    """
-    return any(
-        _is_draw(eqn) or any(map(_has_draws, _compat.jaxprs_in(eqn.params)))
-        for eqn in _compat.open_jaxpr(jaxpr).eqns
-    )
+    return rewrite_equations(jaxpr, _rewrite_draw)
 
 
 def _is_draw(eqn) -> bool:
