@@ -56,10 +56,8 @@ def make_communication_explicit(kinds: Environment) -> InlinedJaxpr | None:
         if kinds.is_loop(eqn):
             # The equation stays: its bodies are those of known_bodies, not its params.
             rewritten = list(map(make_communication_explicit, kinds.loops[eqn].bodies))
-            if any(new is not None for new in rewritten):
-                pairs = zip(program.bodies(eqn), rewritten, strict=True)
-                bodies[eqn] = tuple(old if new is None else new for old, new in pairs)
-                changed = True
+            if loop := program.replaced_bodies(eqn, rewritten):
+                bodies[eqn], changed = loop, True
     if not changed:
         return None
     # Equations that only the replaced ones needed are dead now.

@@ -163,6 +163,21 @@ class InlinedJaxpr:
             )
         return self.known_bodies[eqn]
 
+    def replaced_bodies(
+        self, eqn, new: "Sequence[InlinedJaxpr | None]"
+    ) -> tuple | None:
+        """The bodies of a loop with new ones among them; None if all of them stay."""
+        if all(body is None for body in new):
+            return None
+        pairs = zip(self.bodies(eqn), new, strict=True)
+        return tuple(old if body is None else body for old, body in pairs)
+
+    def rewritten(self, eqns: list, bodies: dict) -> "InlinedJaxpr":
+        """The same jaxpr with other equations, and bodies of loops."""
+        new = InlinedJaxpr(self.invars, eqns, self.outvars, self.consts, bodies)
+        new.names, new.known_arguments = self.names, self.known_arguments
+        return new
+
     def _known_indices(self, operands: Sequence[Any]) -> dict[int, np.ndarray]:
         """Find the constants of a loop's body that are small, known integer arrays.
 

@@ -41,16 +41,11 @@ def without_ravels(program: InlinedJaxpr) -> InlinedJaxpr | None:
         eqns.append(new or eqn)
         if eqn.primitive.name in CONTROL:
             rewritten = list(map(without_ravels, program.bodies(eqn)))
-            if any(body is not None for body in rewritten):
-                pairs = zip(program.bodies(eqn), rewritten, strict=True)
-                bodies[eqn] = tuple(old if b is None else b for old, b in pairs)
-                changed = True
+            if loop := program.replaced_bodies(eqn, rewritten):
+                bodies[eqn], changed = loop, True
     if not changed:
         return None
-    live = live_equations(eqns, program.outvars)
-    new = InlinedJaxpr(program.invars, live, program.outvars, program.consts, bodies)
-    new.names, new.known_arguments = program.names, program.known_arguments
-    return new
+    return program.rewritten(live_equations(eqns, program.outvars), bodies)
 
 
 def _product(eqn, sources) -> Any:

@@ -65,9 +65,8 @@ def _rewrite(kinds: Environment, demands: Sequence[int]) -> Rewritten:
         results = [least] * len(eqn.outvars)
         if kinds.is_loop(eqn):
             rewritten, results = _rewrite_loop(kinds, eqn, operands)
-            pairs = [*zip(program.bodies(eqn), rewritten, strict=True)]
-            bodies[eqn] = tuple(old if new is None else new for old, new in pairs)
-            changed |= any(new is not None for new in rewritten)
+            if loop := program.replaced_bodies(eqn, rewritten):
+                bodies[eqn], changed = loop, True
         elif kinds.signature(eqn) is not None and _reveals(kinds, eqn):
             if least and eqn.primitive not in (reduce_sum_p, reduce_mean_p):
                 raise PlanError(
@@ -84,9 +83,7 @@ def _rewrite(kinds: Environment, demands: Sequence[int]) -> Rewritten:
     outs = [demand(v) for v in program.outvars]
     if not changed:
         return None, outs
-    new = InlinedJaxpr(program.invars, eqns, program.outvars, program.consts, bodies)
-    new.names, new.known_arguments = program.names, program.known_arguments
-    return new, outs
+    return program.rewritten(eqns, bodies), outs
 
 
 def _reveals(kinds: Environment, eqn) -> bool:
