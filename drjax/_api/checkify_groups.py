@@ -136,23 +136,21 @@ def _first_error(errors, partition: Partition, mesh: Any):
     gathered = jax.tree.map(
         lambda x: gather_p.bind(x, partition=partition, mesh=mesh), errors
     )
-    happened, codes, trees, leaves = checkify_rules.error_parts(gathered)
-    of_first: tuple[dict, dict, dict] = {}, {}, {}
-    for effect, failed in happened.items():
-        first, *slices = _first_slices(failed, codes[effect], *leaves[effect])
-        failed, code, *payload = slices
-        parts = failed, code, [*payload, first]
-        for table, part in zip(of_first, parts, strict=True):
-            table[_in_group(effect)] = part
-    happened, codes, leaves = of_first
+    first, of_first = _first_along_axis(gathered)
+    happened, codes, trees, leaves = checkify_rules.error_parts(of_first)
+    named = lambda table: {_in_group(effect): x for effect, x in table.items()}
+    leaves = {effect: [*xs, first[effect]] for effect, xs in leaves.items()}
     trees = {code: _name_group(tree, partition) for code, tree in trees.items()}
-    return type(errors)(happened, codes, trees, leaves)
+    return type(errors)(named(happened), named(codes), trees, named(leaves))
 
 
-def _first_slices(failed, *others) -> list:
-    """Return where along axis 0 a check failed first, and the slices there."""
-    first = jnp.argmax(failed).astype(jnp.int32)
-    return [first, *(x[first] for x in (failed, *others))]
+def _first_along_axis(errors) -> tuple[dict, Any]:
+    """Of errors stacked along axis 0 the first of each kind, and where it stands."""
+    happened, codes, trees, leaves = checkify_rules.error_parts(errors)
+    first = {e: jnp.argmax(x).astype(jnp.int32) for e, x in happened.items()}
+    at_first = lambda table: {effect: x[first[effect]] for effect, x in table.items()}
+    payload = {effect: [x[first[effect]] for x in xs] for effect, xs in leaves.items()}
+    return first, type(errors)(at_first(happened), at_first(codes), trees, payload)
 
 
 def _name_group(tree, partition: Partition):
@@ -211,16 +209,8 @@ def _check_columns(
     ]  # one axis of coordinates
     errors = tree().unflatten(flat)
     if 0 in coordinates:  # no column, no error
-        return checkify.checkify(lambda: None)()[0], outs[n_errors:]
-    happened, codes, trees, leaves = checkify_rules.error_parts(errors)
-    of_first: tuple[dict, dict, dict] = {}, {}, {}
-    for effect, failed in happened.items():
-        _, *slices = _first_slices(failed, codes[effect], *leaves[effect])
-        failed, code, *payload = slices
-        for table, part in zip(of_first, (failed, code, payload), strict=True):
-            table[effect] = part
-    happened, codes, leaves = of_first
-    return type(errors)(happened, codes, trees, leaves), outs[n_errors:]
+        return _no_error(), outs[n_errors:]
+    return _first_along_axis(errors)[1], outs[n_errors:]
 
 
 def _check_fold(primitive, enabled, *args, jaxpr, n_states: int, **params):
@@ -280,8 +270,11 @@ def _check_tree(enabled, *args, mode: FoldMode, **params):
     if mode.what == "value":
         bind = functools.partial(_check_fold, fold_tree_p, enabled, *args, mode=mode)
         return bind(**params)
-    no_error = checkify.checkify(lambda: None)()[0]
-    return no_error, fold_tree_p.bind(*args, mode=mode, **params)
+    return _no_error(), fold_tree_p.bind(*args, mode=mode, **params)
+
+
+def _no_error():
+    return checkify.checkify(lambda: None)()[0]
 
 
 def _first_of(*errors):
