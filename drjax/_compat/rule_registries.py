@@ -282,9 +282,8 @@ def lower_cached_function(ctx, fn: Callable, operand, **params):
     """
     value, aval = operand
     jaxpr = _trace_once(fn, aval, tuple(sorted(params.items())))
-    lower: Any = mlir.lower_fun(jaxpr_as_fun(jaxpr))
     if jaxpr_consts(jaxpr) or jaxpr.effects:
-        return lower(ctx.replace(avals_in=[aval]), value)
+        return lower_function(ctx, jaxpr_as_fun(jaxpr), [operand], True)
     module = ctx.module_context
     if ctx.platforms is not None:
         module = module.replace(platforms=ctx.platforms)

@@ -77,10 +77,7 @@ def devices_of_slices(attributes: str) -> list[np.ndarray]:
     """Read from a send between slices which devices communicate with each other.
 
     Each group is `[members, 2]`: the slice of each member, from 0, and its number in
-    the slice. Of a permute they are pairs.
-
-    Raises:
-      ValueError: The groups are written in a way that is not known.
+    the slice. Of a permute they are pairs. `ValueError` is raised for another notation.
     """
     target = r"_xla_megascale_target=(\"[^\"]*\"|\{(?:\{[^{}]*\},?)*\})"
     written = re.search(target, attributes)
