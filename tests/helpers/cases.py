@@ -387,6 +387,18 @@ def marks_of(rest: int) -> tuple:
     return () if rest == 0 else GRID if rest % 2 == 0 else (pytest.mark.slow,)
 
 
+# Ways to run a program.
+MODES = {
+    "eager": lambda f: f,
+    "jit": jax.jit,
+    "drjax.jit": drjax.jit,
+    "by chunks": lambda f: drjax.jit(f, groups_per_step=1),
+    "reference": lambda f: (
+        lambda *xs: drjax.backends.reference.compile(drjax.make_plan(f)(*xs))(*xs)
+    ),
+}
+
+
 def checkerboard(every: int = 2, /, **axes):
     """Parametrize a test over all combinations; only each `every`-th is not slow.
 

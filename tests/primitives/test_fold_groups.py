@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import drjax
-from tests.helpers.cases import checkerboard
+from tests.helpers.cases import MODES, checkerboard
 from tests.helpers.folds import (
     FOLDS,
     MESHES,
@@ -496,15 +496,6 @@ def test_a_closed_value_that_is_partitioned_has_no_plan():
 # ---------------------------------------------------------------------------------
 # Ties, and a first state that is not neutral
 
-MODES = {
-    "eager": lambda f: f,
-    "jit": jax.jit,
-    "drjax.jit": drjax.jit,
-    "by chunks": lambda f: drjax.jit(f, groups_per_step=1),
-    "reference": lambda f: (
-        lambda *xs: drjax.backends.reference.compile(drjax.make_plan(f)(*xs))(*xs)
-    ),
-}
 SHIFTS = {
     "none": (4, None),
     "one": (1, None),

@@ -11,7 +11,7 @@ import numpy as np
 
 import drjax
 from drjax.backends import Groups, in_process
-from tests.helpers.cases import checkerboard
+from tests.helpers.cases import MODES, checkerboard
 from tests.helpers.meshes import AUTO, in_mesh, make_mesh
 
 N = 5
@@ -91,15 +91,6 @@ def direct_chain(rate, target):
 
 
 DIRECT |= {"chained": direct_chain, "checkpoint": DIRECT["mean"]}
-MODES = {
-    "eager": lambda f: f,
-    "jit": jax.jit,
-    "drjax.jit": drjax.jit,
-    "by chunks": lambda f: drjax.jit(f, groups_per_step=1),
-    "reference": lambda f: (
-        lambda *xs: drjax.backends.reference.compile(drjax.make_plan(f)(*xs))(*xs)
-    ),
-}
 
 
 # In the second round of the chain other groups would be kept: its rate is small.
