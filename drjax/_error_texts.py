@@ -61,8 +61,9 @@ def where_it_goes(x: Any) -> str | None:
     names = {f"{t.__module__.split('.')[0]}.{t.__name__}" for t in type(x).__mro__}
     if "drjax.Groups" in names:
         return _GROUPS
-    if any(name.split(".")[-1] in ("DataFrameGroupBy", "SeriesGroupBy", "GroupBy")
-           for name in names):  # fmt: skip
+    if {"DataFrameGroupBy", "SeriesGroupBy", "GroupBy"} & {
+        name.split(".")[-1] for name in names
+    }:
         return _GROUPBY
     if names & {"pandas.DataFrame", "polars.DataFrame", "pyarrow.Table"}:
         return _FRAME
@@ -74,11 +75,9 @@ def where_it_goes(x: Any) -> str | None:
 def no_groups(x: Any) -> str | None:
     """Say what to give `Groups` in place of `x`; None if it may be the groups' data."""
     text = where_it_goes(x)
-    if text == _HDF5 and not isinstance(x, Mapping):
-        return None  # a data set is read by index
-    if text is None and isinstance(x, Mapping):
+    if isinstance(x, Mapping) and text in (None, _GROUPS, _HDF5):
         return _MAPPING
-    return _MAPPING if text in (_GROUPS, _HDF5) and isinstance(x, Mapping) else text
+    return None if text == _HDF5 else text  # an HDF5 data set is read by index
 
 
 def misplaced(leaves: Sequence[Any]) -> str | None:

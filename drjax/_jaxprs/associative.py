@@ -42,7 +42,7 @@ def difference_of_orders(
         )
     if not commutative:
         return None
-    what = _difference(lambda a, b: combine(a, b), lambda a, b: combine(b, a), (a, b))
+    what = _difference(combine, lambda a, b: combine(b, a), (a, b))
     if what is None:
         return None
     return (
