@@ -264,27 +264,33 @@ def _plain(column: Any) -> Any:
     values = _plain(column.values)
     if values is column.values:
         return column
-    of_lists = {"mask": column.is_null()} if column.null_count else {}
     if hasattr(kind, "list_size"):
-        first = column.offset * kind.list_size
-        values = values[first : first + len(column) * kind.list_size]
-        return type(column).from_arrays(values, kind.list_size, **of_lists)
-    return type(column).from_arrays(column.offsets, values, **of_lists)
+        values = _of_its_lists(column, values)
+        return type(column).from_arrays(values, kind.list_size, **_nulls(column))
+    return type(column).from_arrays(column.offsets, values, **_nulls(column))
+
+
+def _of_its_lists(column: Any, values: Any) -> Any:
+    """Slice the values of lists of one size as their column is a slice of another."""
+    size = column.type.list_size
+    first = column.offset * size
+    return values[first : first + len(column) * size]
+
+
+def _nulls(column: Any) -> dict[str, Any]:
+    return {"mask": column.is_null()} if column.null_count else {}
 
 
 def _in_lists(column: Any, sizes: list[int]) -> Any:
     """Split the lists of a column into lists of lists, of these sizes."""
     if not sizes:
         return column
-    arrow, values = needed("pyarrow", "ray", "Reading Parquet files"), column.values
-    first, size = column.offset * column.type.list_size, column.type.list_size
-    values = values[first : first + len(column) * size]
-    inner = values
+    arrow = needed("pyarrow", "ray", "Reading Parquet files")
+    inner = _of_its_lists(column, column.values)
     for extent in reversed(sizes):
         inner = arrow.FixedSizeListArray.from_arrays(inner, extent)
-    outer = size // math.prod(sizes)
-    of_lists = {"mask": column.is_null()} if column.null_count else {}
-    return arrow.FixedSizeListArray.from_arrays(inner, outer, **of_lists)
+    outer = column.type.list_size // math.prod(sizes)
+    return arrow.FixedSizeListArray.from_arrays(inner, outer, **_nulls(column))
 
 
 def _cells(column: Any) -> Any:
