@@ -313,14 +313,13 @@ def _places(module: Module, slice_of: Sequence[int]) -> np.ndarray:
 
     `slice_of` has the slice of each device of the mesh; without it, slices are major.
     """
-    named = [
-        int(number)
+    groups = [
+        group
         for x in module.instructions.values()
         if _transfer_type(x)
-        for pair in np.concatenate(devices_of_slices(x.attributes))
-        for number in pair[:1]
+        for group in devices_of_slices(x.attributes)
     ]
-    slices = max([1, *(number + 1 for number in named)])
+    slices = 1 + max((int(group[:, 0].max()) for group in groups), default=0)
     order = np.argsort(slice_of, kind="stable") if len(slice_of) else np.arange(0)
     known = len(set(slice_of))
     if known >= slices and len(order) == known * module.devices:
