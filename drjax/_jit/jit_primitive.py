@@ -135,14 +135,17 @@ def _plan_to_run(jaxpr, options: Options) -> tuple[Any, GroupsPerStep]:
     Else the plan that rematerializes it; and how many groups of a device run at once.
     """
     step = options.groups_per_step
-    if options.rematerialize is None and step is not None:
-        saving = plan_of(jaxpr, replace(options, rematerialize=False))
-        if isinstance(step, step_size.Fit):
-            if xla.fits_at_once(saving, step.budget):
-                return saving, None
-        elif step >= xla.groups_of_device(saving):
-            return saving, step
-    return plan_of(jaxpr, options), step
+    # Made when it is asked for: most chunks are smaller, and need one plan.
+    saving = lambda: plan_of(jaxpr, replace(options, rematerialize=False))
+    if options.rematerialize is not None or step is None:
+        return plan_of(jaxpr, options), step
+    if isinstance(step, step_size.Fit):
+        plan = saving()
+        if xla.fits_at_once(plan, step.budget):
+            return plan, None
+        return plan_of(jaxpr, options), step
+    plan = plan_of(jaxpr, options)
+    return (saving() if step >= xla.groups_of_device(plan) else plan), step
 
 
 @_cached

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import drjax
+from drjax._jit import jit_primitive
 from tests.helpers.cases import checkerboard
 from tests.helpers.compiled import flops, temp_bytes
 from tests.helpers.meshes import in_mesh_of
@@ -91,3 +92,12 @@ def test_second_derivatives_of_a_custom_vjp(options):
     slope, change = jax.jvp(jax.grad(drjax.jit(total)), (x,), (x,))
     np.testing.assert_allclose(slope, jnp.cos(x), rtol=1e-6)
     np.testing.assert_allclose(change, -x * jnp.sin(x), rtol=1e-6)
+
+
+def test_a_program_in_chunks_is_planned_once(monkeypatch):
+    plan, planned = jit_primitive.plan_of_jaxpr, []
+    count = lambda *args, **options: planned.append(1) or plan(*args, **options)
+    monkeypatch.setattr(jit_primitive, "plan_of_jaxpr", count)
+    total = drjax.program(clients=8)(lambda x: drjax.reduce_sum(x * 3))
+    drjax.jit(total, groups_per_step=2)(jnp.arange(8.0))
+    assert len(planned) == 1
