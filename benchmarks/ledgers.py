@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 import drjax
 from benchmarks.report import table
-from examples import robust
+from examples.reproductions import robust
 
 WIDTH, STEPS, GROUPS = 1000, 8, 16
 MODEL = 4 * WIDTH * WIDTH  # bytes
@@ -84,7 +84,7 @@ def maml(model, batches):
 
 
 def robust_mean(aggregate: Callable) -> Callable:
-    """Local models, aggregated as by `examples.robust` with two attackers."""
+    """Local models, aggregated as by `examples.algorithms.robust`, two attackers."""
 
     @clients
     def mean(model, batches):

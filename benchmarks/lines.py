@@ -4,9 +4,9 @@
 
 The sources of the libraries are downloaded from PyPI, in the versions of `OTHERS`; they
 are read, not installed or run. A line counts if it is not empty, no comment and no part
-of a docstring. Of an example, those between its marks count: what the gallery shows as
-the algorithm. Of a library, those of the definitions that are named: what implements
-the algorithm on top of the library's own building blocks.
+of a docstring. Of `examples/algorithms`, the functions and classes count, without
+`main`, which has the data and the loop. Of a library, those of the definitions that are
+named: what implements the algorithm on top of the library's own building blocks.
 
 What a group sends in a round is counted by `benchmarks.ledgers` for the examples, and
 was read in the sources of the libraries: the arrays of a reply or of an all-reduce.
@@ -27,6 +27,7 @@ from pathlib import Path
 from benchmarks import ledgers
 
 ROOT = Path(__file__).parents[1]
+
 START, END = "# --8<-- [start:algorithm]\n", "# --8<-- [end:algorithm]\n"
 
 
@@ -35,7 +36,7 @@ class Other:
     """An implementation of an algorithm in another library."""
 
     example: str
-    """The example of the gallery with that algorithm."""
+    """The file of that algorithm in `examples/algorithms`."""
     library: str
     """Its name, and how PyPI calls it."""
     version: str
@@ -128,9 +129,15 @@ def _decorators(node: ast.AST) -> list[ast.expr]:
 
 
 def algorithm_lines(example: str) -> int:
-    """The lines of code between the marks of an example of the gallery."""
-    text = (ROOT / "examples" / f"{example}.py").read_text()
-    return code_lines(textwrap.dedent(text.split(START)[1].split(END)[0]))
+    """The lines of code of an algorithm's functions and classes, without `main`."""
+    path = ROOT / "examples" / "algorithms" / f"{example}.py"
+    if not path.exists():  # not yet apart from its reproduction
+        text = (ROOT / "examples" / "reproductions" / f"{example}.py").read_text()
+        return code_lines(textwrap.dedent(text.split(START)[1].split(END)[0]))
+    text = path.read_text()
+    defined = (*_FUNCTIONS, _CLASS)
+    names = [x.name for x in ast.parse(text).body if isinstance(x, defined)]
+    return code_lines(text, [name for name in names if name != "main"])
 
 
 def source(other: Other, folder: Path) -> str:

@@ -25,8 +25,9 @@ import drjax
 from benchmarks import report, run
 from benchmarks.report import Goal, Row
 from benchmarks.worker import hello, taken
-from examples import diloco, plans
+from examples import plans
 from examples.common.sinusoid import init
+from examples.reproductions import diloco
 
 BYTES = 1_000_000
 
@@ -53,7 +54,7 @@ def sinusoid() -> tuple[Callable, tuple]:
 
 
 def transformer() -> tuple[Callable, tuple]:
-    """The round of `examples/diloco.py`."""
+    """The round of `examples/reproductions/diloco.py`."""
     config = diloco.Config(only="H = 10")
     task, (method,) = diloco.Task(config), diloco.list_methods(config)
     train_round, params, _ = task.make_round(method)

@@ -76,7 +76,7 @@ html_title = f"drjax {version}"
 html_baseurl = PROJECT["urls"]["Documentation"]
 html_static_path = ["style.css"]
 html_css_files = ["style.css"]
-html_context = {  # a page of the gallery is edited in its example
+html_context = {  # a page of the gallery is edited in its reproduction
     "notebooks": [
         path.relative_to(DOCS).with_suffix("").as_posix()
         for path in DOCS.rglob("*.md")
@@ -85,7 +85,8 @@ html_context = {  # a page of the gallery is edited in its example
     "edit_page_provider_name": "GitHub",
     "edit_page_url_template": REPOSITORY + "/edit/main/"
     "{% if 'gallery/' in file_name and 'index' not in file_name %}"
-    "{{ file_name | replace('gallery/', 'examples/') | replace('.md', '.py') }}"
+    "{{ file_name | replace('gallery/', 'examples/reproductions/')"
+    " | replace('.md', '.py') }}"
     "{% else %}docs/{{ file_name }}{% endif %}",
 }
 html_theme_options = {
@@ -146,9 +147,9 @@ def add_contents(app, name, source) -> None:
         listed = pages.replace(" ", "\n")
         source[0] += f"\n```{{toctree}}\n:hidden:\n:glob:\n\n{listed}\n```\n"
     elif name.startswith("gallery/"):
-        path = f"../../examples/{name.removeprefix('gallery/')}.py"
+        path = f"../../examples/reproductions/{name.removeprefix('gallery/')}.py"
         code = f"```{{literalinclude}} {path}\n```"
-        source[0] += f"\n````{{dropdown}} The whole file\n{code}\n````\n"
+        source[0] += f"\n````{{dropdown}} The whole reproduction\n{code}\n````\n"
 
 
 def address(page: str, target: str) -> str | None:

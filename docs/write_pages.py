@@ -11,8 +11,9 @@ A part of a page is between two comments, of which the first says what it is:
 
 A file of Markdown is taken as it is, with headings that are deeper by `offset`, and
 from behind the text `after`; code is fenced, and may be one `object` of a file. `cards`
-are the examples. The pages of the gallery are written as a whole, from the docstrings
-and the results of the examples that mark their algorithm. A test compares all of it.
+are the reproductions. The pages of the gallery are written as a whole: the docstrings
+and the results of the reproductions, and the algorithms that they import. A test
+compares all of it.
 """
 
 import ast
@@ -32,23 +33,54 @@ LANGUAGES = {".py": "python", ".sh": "bash"}
 MARKS = "# --8<-- [start:algorithm]\n", "# --8<-- [end:algorithm]\n"
 
 
+def reproductions() -> list[Path]:
+    """The files of the reproductions."""
+    files = (ROOT / "examples/reproductions").glob("*.py")
+    return sorted(path for path in files if path.stem != "__init__")
+
+
+def algorithms(code: str) -> list[str]:
+    """The algorithms that a reproduction imports."""
+    return [
+        name.name
+        for node in ast.parse(code).body
+        if isinstance(node, ast.ImportFrom) and node.module == "examples.algorithms"
+        for name in node.names
+    ]
+
+
+def algorithm_parts(name: str, code: str) -> list[str]:
+    """The algorithms of a reproduction, as a part of its page."""
+    if MARKS[0] in code:  # not yet apart
+        algorithm = code.split(MARKS[0])[1].split(MARKS[1])[0].rstrip(" ")
+        return [
+            f"From [examples/reproductions/{name}.py]"
+            f"(../../examples/reproductions/{name}.py):",
+            f"```python\n{textwrap.dedent(algorithm).strip()}\n```",
+        ]
+    parts = []
+    for algorithm in algorithms(code):
+        file = f"examples/algorithms/{algorithm}.py"
+        parts.append(
+            f"[{file}](../../{file}), `python -m examples.algorithms.{algorithm}`:"
+        )
+        parts.append(f"```python\n{(ROOT / file).read_text().strip()}\n```")
+    return parts
+
+
 def examples() -> dict[str, dict]:
     """What the gallery shows of each example, in its order."""
     shown = {}
-    for path in (ROOT / "examples").glob("*.py"):
+    for path in reproductions():
         code = path.read_text()
-        if MARKS[0] in code:
-            title, text = (ast.get_docstring(ast.parse(code)) or "").split("\n", 1)
-            results = json.loads(
-                (DOCS / f"gallery/{path.stem}/results.json").read_text()
-            )
-            algorithm = code.split(MARKS[0])[1].split(MARKS[1])[0].rstrip(" ")
-            shown[path.stem] = results | {
-                "about": results["title"],
-                "title": title.rstrip("."),
-                "text": text.strip("\n"),
-                "algorithm": textwrap.dedent(algorithm).strip(),
-            }
+        title, text = (ast.get_docstring(ast.parse(code)) or "").split("\n", 1)
+        results = json.loads((DOCS / f"gallery/{path.stem}/results.json").read_text())
+        shown[path.stem] = results | {
+            "about": results["title"],
+            "title": title.rstrip("."),
+            "text": text.strip("\n"),
+            "algorithm": algorithm_parts(path.stem, code),
+        }
     return {
         x: shown[x] for x in sorted(shown, key=lambda x: ((FIRST + [x]).index(x), x))
     }
@@ -79,8 +111,8 @@ def example_page(name: str, example: dict) -> str:
             + [table_line(cells) for cells in table]
         ),
         f"![{example['about']}]({name}/figure.png)",
-        f"`python -m examples.{name} --output docs/gallery/{name}` made the table and "
-        f"the\nfigure in {example['seconds']} s, {example['cpu_seconds']} s of the CPU "
+        f"`python -m examples.reproductions.{name} --output docs/gallery/{name}` "
+        "made the\ntable and the figure in {example['seconds']} s, {example['cpu_seconds']} s of the CPU "
         f"({example['machine']}, shared with other\nwork)."
         + (
             " † marks a published number that was not compared with the paper, "
@@ -89,8 +121,7 @@ def example_page(name: str, example: dict) -> str:
             else ""
         ),
         "## The algorithm",
-        f"From [examples/{name}.py](../../examples/{name}.py):",
-        f"```python\n{example['algorithm']}\n```",
+        *example["algorithm"],
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 

@@ -29,8 +29,8 @@ from drjax.plan import Plan
 from examples import plans
 from examples.common.rounds import Round
 from examples.common.sinusoid import init, sample_task
-from examples.maml import META_BATCH, parallel_maml_gradients
 from examples.plans import CLIENTS, LOCAL_STEPS
+from examples.reproductions.maml import META_BATCH, parallel_maml_gradients
 
 ENGINES = "reference", "xla", "ray", "beam", "flower"
 # Each has a function `engine_round`. Robust aggregation is not for Flower: clients
@@ -80,7 +80,9 @@ def maml_gradients() -> Round:
 def round_of(name: str) -> Round:
     """The round of an example."""
     make = {"local_sgd": local_sgd, "maml_gradients": maml_gradients}.get(name)
-    make = make or importlib.import_module(f"examples.{name}").engine_round
+    make = (
+        make or importlib.import_module(f"examples.reproductions.{name}").engine_round
+    )
     one = make()
     # Not on a device: the first call on XLA donates what is kept.
     return one._replace(own=jax.tree.map(np.array, one.own))

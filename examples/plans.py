@@ -19,8 +19,8 @@ from jax import Array
 
 import drjax
 from drjax.plan import Plan
-from examples import maml
 from examples.common.sinusoid import Model, Points, init, loss, sample_task
+from examples.reproductions import maml
 
 CLIENTS = 64
 LOCAL_STEPS = 4

@@ -399,7 +399,7 @@ def test_a_round_of_each_example(name, tmp_path):
 
 def test_analytics_of_parquet_files(tmp_path):
     """The workers of Beam read what the devices get as arrays."""
-    from examples import analytics
+    from examples.reproductions import analytics
 
     def run(engine):
         some = {"records": 300, "files": 3, "models": 2, "width_bits": 6}

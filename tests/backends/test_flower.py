@@ -297,8 +297,8 @@ def test_kept_layers_in_a_simulation(tmp_path):
     for engine in ("flower", "xla"):
         folder = tmp_path / engine
         done = subprocess.run(
-            [sys.executable, "-m", "examples.personalization", "--engine", engine,
-             "--output", str(folder), *flags],
+            [sys.executable, "-m", "examples.reproductions.personalization",
+             "--engine", engine, "--output", str(folder), *flags],
             cwd=ROOT, capture_output=True, text=True, timeout=HANGS,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr

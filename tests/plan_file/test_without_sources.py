@@ -16,9 +16,9 @@ import pytest
 import drjax
 from drjax._planner.arguments import flat_inputs
 from drjax.backends import reference
-from examples import diloco, maml
 from examples.common.sinusoid import init, sample_task
 from examples.common.transformer import TransformerConfig
+from examples.reproductions import diloco, maml
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
 
@@ -60,7 +60,7 @@ np.savez(output_path, **outputs)
 
 
 def round_of_diloco():
-    """The program that examples/diloco.py trains, small."""
+    """The program that examples/reproductions/diloco.py trains, small."""
     size = TransformerConfig(d_model=8, layers=1, heads=2, mlp_ratio=2)
     config = diloco.Config(model=size, only="H = 10", workers=4, batch=2, length=8)
     task, (method,) = diloco.Task(config), diloco.list_methods(config)

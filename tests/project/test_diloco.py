@@ -1,4 +1,4 @@
-"""The round of examples/diloco.py: its values, its communication, and its workers.
+"""The round of DiLoCo in `examples`: its values, its communication, and its workers.
 
 Covers: examples.
 """
@@ -15,7 +15,7 @@ import pytest
 
 import drjax
 from drjax.compiled import read_hlo
-from examples import diloco
+from examples.reproductions import diloco
 from tests.helpers import cases
 from tests.helpers.compiled import hlo_text
 from tests.helpers.meshes import in_mesh, make_mesh

@@ -33,7 +33,7 @@ def test_quickstart_prints_value_gradient_and_primitives():
 @pytest.mark.slow
 def test_maml_beats_pretraining(tmp_path):
     flags = ("--output", tmp_path, "--steps", "10000", "--test-tasks", "200")
-    out = run("-m", "examples.maml", *flags).stdout
+    out = run("-m", "examples.reproductions.maml", *flags).stdout
     assert "loss: drjax_broadcast x 7, drjax_map_fn, drjax_reduce_mean\n" in out
     errors = json.loads((tmp_path / "results.json").read_text())["numbers"]
     maml, pretraining = errors["MAML"], errors["pretraining"]  # after 0, 1, 5, 10 steps
@@ -53,7 +53,7 @@ SMALL = (
 # The process ends when the third checkpoint may still be half written.
 KILLED_IN_THIRD_CHECKPOINT = """
 import os, signal, tyro
-from examples import diloco
+from examples.reproductions import diloco
 
 save = diloco.Checkpoints.save
 

@@ -5,7 +5,7 @@ Covers: examples.
 
 import importlib
 import json
-import re
+import runpy
 from pathlib import Path
 
 import jax
@@ -13,18 +13,15 @@ import numpy as np
 import pytest
 
 from benchmarks import lines
-from examples import fedavg, soups
 from examples.common import clients
 from examples.common.transformer import TransformerConfig
+from examples.reproductions import fedavg, soups
+from tests.helpers import run_python
 from tests.helpers.cases import checkerboard
 
 ROOT = Path(__file__).parents[2]
-MARKS = "# --8<-- [start:algorithm]\n", "# --8<-- [end:algorithm]\n"
-EXAMPLES = {
-    path.stem: path.read_text()
-    for path in sorted((ROOT / "examples").glob("*.py"))
-    if MARKS[0] in path.read_text()
-}
+WRITE_PAGES = runpy.run_path(str(ROOT / "docs/write_pages.py"))
+EXAMPLES = {path.stem: path.read_text() for path in WRITE_PAGES["reproductions"]()}
 # Settings with which an example ends in seconds; it is compared on these devices.
 SHORT = {
     "bandwidth": dict(steps=(300,)),
@@ -69,7 +66,7 @@ def as_users_run_them():
 
 
 def run(name: str, folder: Path, **settings):
-    module = importlib.import_module(f"examples.{name}")
+    module = importlib.import_module(f"examples.reproductions.{name}")
     return module.main(module.Config(output=folder, **SHORT[name] | settings))
 
 
@@ -127,11 +124,25 @@ def test_what_a_sharded_server_says_is_that_of_its_numbers():
     assert 7.9 < whole / part < 8.1  # devices
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_an_algorithm_has_at_most_forty_lines(name):
-    code = re.split("|".join(map(re.escape, MARKS)), EXAMPLES[name])[1]
-    assert len([line for line in code.splitlines() if line.strip()]) <= 40
-    assert f"python -m examples.{name}" in EXAMPLES[name].split('"""')[1]
+algorithms = WRITE_PAGES["algorithms"]
+ALGORITHMS = sorted(
+    x for x in (ROOT / "examples/algorithms").glob("*.py") if x.stem != "__init__"
+)
+
+
+def test_a_reproduction_imports_its_algorithms():
+    """One algorithm stands once: each file is run by the reproduction that names it."""
+    imported = [x for code in EXAMPLES.values() for x in algorithms(code)]
+    assert sorted(imported) == [path.stem for path in ALGORITHMS]
+    for name, code in EXAMPLES.items():
+        assert f"python -m examples.reproductions.{name}" in code.split('"""')[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ALGORITHMS, ids=lambda path: path.stem)
+def test_an_algorithm_prints_a_short_table(path):
+    out = run_python.run("-m", f"examples.algorithms.{path.stem}").stdout
+    assert 1 < len(out.splitlines()) <= 15
 
 
 def the_same(one, other):

@@ -107,10 +107,10 @@ TABLES = (
     "drjax/_plan_file/encode.py",  # a key of the file format
     "drjax/_planner/unbatching/rules.py",  # row-major order
     "drjax/backends/parquet.py",
-    "examples/analytics.py",
+    "examples/reproductions/analytics.py",
     "examples/common/",
     "examples/engines.py",
-    "examples/maml.py",
+    "examples/reproductions/maml.py",
     "experiments/",
     "tests/backends/test_beam.py",
     "tests/backends/test_parquet.py",

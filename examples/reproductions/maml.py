@@ -1,6 +1,6 @@
 """Model-agnostic meta-learning (MAML), its first-order form, and Reptile.
 
-    python -m examples.maml
+    python -m examples.reproductions.maml
 
 A model is wanted that fits a new task after one gradient step on a few of its points.
 In a step of training

@@ -1,6 +1,6 @@
 """Federated averaging with differential privacy for each client (DP-FedAvg).
 
-    python -m examples.dp_fedavg
+    python -m examples.reproductions.dp_fedavg
 
 Nobody who sees the trained model can tell whether a client took part: McMahan et al.
 2018 (arXiv 1710.06963, algorithm 1). In a round

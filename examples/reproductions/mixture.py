@@ -1,6 +1,6 @@
 """EM for a mixture of Gaussians on clients: what scikit-learn finds, step by step.
 
-    python -m examples.mixture
+    python -m examples.reproductions.mixture
 
 The points of all clients are from a mixture of K Gaussians with weights p_k, means m_k
 and covariances S_k. Expectation maximization (Dempster, Laird and Rubin 1977, "Maximum

@@ -1,6 +1,6 @@
 """The bandwidth that DiLoCo and data parallelism need between two datacenters.
 
-    python -m examples.bandwidth
+    python -m examples.reproductions.bandwidth
 
 Replicas of a model train in datacenters with a slow link between them. Data parallelism
 averages their gradients in every step; DiLoCo (Douillard et al. 2023, arXiv 2311.08105,

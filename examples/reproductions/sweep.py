@@ -1,6 +1,6 @@
 """A hyperparameter sweep that returns the best model, without a gather of all models.
 
-    python -m examples.sweep
+    python -m examples.reproductions.sweep
 
 Each of n groups trains a model with settings of its own, on the same data. The models
 are large, and one of them is wanted. So the reduction is the choice itself: a fold of

@@ -1,6 +1,6 @@
 """Population-based training: members copy better ones, and change their settings.
 
-    python -m examples.population
+    python -m examples.reproductions.population
 
 A population of n models trains in parallel, each with hyperparameters h of its own,
 which change on the way (Jaderberg et al. 2017, arXiv 1711.09846, algorithm 1). Again

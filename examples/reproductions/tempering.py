@@ -1,6 +1,6 @@
 """Parallel tempering: replicas at different temperatures, in an ensemble of chains.
 
-    python -m examples.tempering
+    python -m examples.reproductions.tempering
 
 A Markov chain that samples a density with two separate modes stays in one of them. So K
 replicas sample p_k(x) ~ exp(-beta_k E(x)) with 1 = beta_1 > ... > beta_K: the hot ones

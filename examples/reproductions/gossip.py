@@ -1,6 +1,6 @@
 """Gossip on a ring: averaging and SGD without a server (D-PSGD).
 
-    python -m examples.gossip
+    python -m examples.reproductions.gossip
 
 Each of n workers has its own model and talks to its two neighbors. In a step (Lian et
 al. 2017, arXiv 1705.09056, algorithm 1)

@@ -1,6 +1,6 @@
 """Newton's method, the lasso by ADMM, and k-means on clients: what scikit-learn finds.
 
-    python -m examples.federated_sklearn
+    python -m examples.reproductions.federated_sklearn
 
 Three classics of statistics work with sums over the data, so clients that keep their
 data need send no more than their part of a sum.

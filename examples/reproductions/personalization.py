@@ -1,6 +1,6 @@
 """Personalization: layers that stay with their client (FedPer), and fine-tuning.
 
-    python -m examples.personalization
+    python -m examples.reproductions.personalization
 
 Clients differ, and one model for all is the best for none. Two ways out:
 

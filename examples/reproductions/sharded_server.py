@@ -1,6 +1,6 @@
 """A server whose state is sharded over the groups' devices (ZeRO).
 
-    python -m examples.sharded_server
+    python -m examples.reproductions.sharded_server
 
 The server's state is the model and the moments of Adam: three numbers for each
 parameter, which do not depend on the group. In data parallelism every device keeps all

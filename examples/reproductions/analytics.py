@@ -1,6 +1,6 @@
 """Analytics in one pass: histogram, quantiles, heavy hitters, and an ensemble's test.
 
-    python -m examples.analytics
+    python -m examples.reproductions.analytics
 
 Each of a million records is a group, and nothing of it is kept but its part of a sum.
 All questions are answered by one round:

@@ -1,6 +1,6 @@
 """Evolution strategies: workers that exchange returns, and no gradients or models.
 
-    python -m examples.evolution
+    python -m examples.reproductions.evolution
 
 An estimate of a gradient from returns alone, for a policy that need not be
 differentiable (Salimans et al. 2017, arXiv 1703.03864, algorithm 2). All workers know

@@ -1,6 +1,6 @@
 """Hierarchical local SGD: frequent averages inside pods, rare ones between them.
 
-    python -m examples.hierarchical
+    python -m examples.reproductions.hierarchical
 
 Links between pods of machines are slower than links inside one. So the groups of a pod
 average their models every 10 steps, and the pods theirs every 100 (hierarchical local

@@ -1,6 +1,6 @@
 """Robust aggregation: the median, the trimmed mean, Krum and the geometric median.
 
-    python -m examples.robust
+    python -m examples.reproductions.robust
 
 Some of n workers send anything they like, and the server does not know which. In a step
 

@@ -1,6 +1,6 @@
 """Model soups and Branch-Train-Merge: one model from many that have a common start.
 
-    python -m examples.soups
+    python -m examples.reproductions.soups
 
 The parameters of models that were fine-tuned from the same model can be averaged:
 

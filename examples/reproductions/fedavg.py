@@ -1,6 +1,6 @@
 """Federated averaging (FedAvg), FedProx, FedOpt: clients train, the server averages.
 
-    python -m examples.fedavg
+    python -m examples.reproductions.fedavg
 
 Every client keeps its data. In a round t
 

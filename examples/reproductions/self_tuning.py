@@ -1,6 +1,6 @@
 """Self-tuning: gradients by client weights and by learning rates, through rounds.
 
-    python -m examples.self_tuning
+    python -m examples.reproductions.self_tuning
 
 Federated averaging has hyperparameters. Federated automatic differentiation (Rush et
 al. 2023, arXiv 2301.07806) computes derivatives by them through the communication, so

@@ -1,6 +1,6 @@
 """Compressed gradients with error feedback: top-k, signs, PowerSGD, and int8.
 
-    python -m examples.compression
+    python -m examples.reproductions.compression
 
 Workers send an approximation of their gradient that has fewer bytes, and keep what they
 left out for the next step. In a step

@@ -1,6 +1,6 @@
 """SCAFFOLD: federated averaging with control variates, for clients that differ.
 
-    python -m examples.scaffold
+    python -m examples.reproductions.scaffold
 
 With data of their own, clients drift to optima of their own, and more so with more
 local steps. SCAFFOLD (Karimireddy et al. 2020, arXiv 1910.06378, algorithm 1, option

@@ -1,0 +1,1 @@
+"""One algorithm a file, as in its paper: `python -m examples.algorithms.NAME`."""

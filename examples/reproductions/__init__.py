@@ -1,0 +1,1 @@
+"""The numbers of the papers: `python -m examples.reproductions.NAME`."""
