@@ -112,8 +112,8 @@ def example_page(name: str, example: dict) -> str:
         ),
         f"![{example['about']}]({name}/figure.png)",
         f"`python -m examples.reproductions.{name} --output docs/gallery/{name}` "
-        "made the\ntable and the figure in {example['seconds']} s, {example['cpu_seconds']} s of the CPU "
-        f"({example['machine']}, shared with other\nwork)."
+        f"made the\ntable and the figure in {example['seconds']} s, "
+        f"{example['cpu_seconds']} s of the CPU ({example['machine']}, shared with other\nwork)."
         + (
             " † marks a published number that was not compared with the paper, "
             "whose text was not within reach."
