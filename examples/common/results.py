@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -20,6 +20,7 @@ from examples.common import plots
 # within reach.
 UNCHECKED = "†"
 STARTED = time.perf_counter()
+Badge = Literal["number reached", "order reached", "exact", "no published number"]
 
 
 @dataclasses.dataclass
@@ -31,11 +32,13 @@ class Results:
     columns: Sequence[str]
     table: Sequence[Sequence[Any]]
     measured: str
-    """The result in a sentence."""
+    """The result in one short sentence, which the gallery's card shows."""
     paper: str
     """Its published counterpart."""
     numbers: Mapping[str, Sequence[float]]
     """What is the same on any devices, to rounding; the figure has it."""
+    badge: Badge | None = None
+    """How the result compares with the published one, in the words of the gallery."""
     verdict: str = ""
     """Whether the claim of the example holds in this run."""
     remarks: Sequence[str] = ()
