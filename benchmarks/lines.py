@@ -5,8 +5,9 @@
 The sources of the libraries are downloaded from PyPI, in the versions of `OTHERS`; they
 are read, not installed or run. A line counts if it is not empty, no comment and no part
 of a docstring. Of `examples/algorithms`, the functions and classes count, without
-`main`, which has the data and the loop. Of a library, those of the definitions that are
-named: what implements the algorithm on top of the library's own building blocks.
+those of `TASK`, which have the data, the loss and the loop. Of a library, those of the
+definitions that are named: what implements the algorithm on top of the library's own
+building blocks.
 
 What a group sends in a round is counted by `benchmarks.ledgers` for the examples, and
 was read in the sources of the libraries: the arrays of a reply or of an all-reduce.
@@ -28,6 +29,7 @@ from benchmarks import ledgers
 
 ROOT = Path(__file__).parents[1]
 
+TASK = {"main", "cohorts", "loss", "accuracy"}
 START, END = "# --8<-- [start:algorithm]\n", "# --8<-- [end:algorithm]\n"
 
 
@@ -129,7 +131,7 @@ def _decorators(node: ast.AST) -> list[ast.expr]:
 
 
 def algorithm_lines(example: str) -> int:
-    """The lines of code of an algorithm's functions and classes, without `main`."""
+    """The lines of code of an algorithm's functions and classes, without the task's."""
     path = ROOT / "examples" / "algorithms" / f"{example}.py"
     if not path.exists():  # not yet apart from its reproduction
         text = (ROOT / "examples" / "reproductions" / f"{example}.py").read_text()
@@ -137,7 +139,7 @@ def algorithm_lines(example: str) -> int:
     text = path.read_text()
     defined = (*_FUNCTIONS, _CLASS)
     names = [x.name for x in ast.parse(text).body if isinstance(x, defined)]
-    return code_lines(text, [name for name in names if name != "main"])
+    return code_lines(text, [name for name in names if name not in TASK])
 
 
 def source(other: Other, folder: Path) -> str:

@@ -65,6 +65,20 @@ def client_keys(key: Array, ids: Array) -> Array:
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, ids)
 
 
+def batches(key: Array, mask: Array, size: int) -> Array:
+    """Draws the batches of an epoch: a client's examples in random order, then padding.
+
+    Args:
+        mask: which examples are not padding, `[longest]`.
+        size: of a batch; it divides `longest`.
+
+    Returns:
+        The indices of the examples, int32 `[longest / size, size]`.
+    """
+    order = jnp.argsort(jnp.where(mask, jax.random.uniform(key, mask.shape), 2))
+    return order.reshape(-1, size)
+
+
 def split_iid(
     labels: np.ndarray, clients: int, seed: int, spread: float = 0.0
 ) -> list[np.ndarray]:

@@ -2,22 +2,15 @@
 
     python -m examples.reproductions.fedavg
 
-Every client keeps its data. In a round t
+Every client keeps its data: FedAvg (McMahan et al. 2017, arXiv 1602.05629, algorithm 1)
+sends the model to a random set of clients, they train on their own examples, and the
+mean of their models, weighted by their examples, is the new model.
 
-    the server draws a set S of clients and sends them the model w
-    each client k of S, on its n_k examples, in parallel:
-        w_k = w
-        for each of E epochs, for each batch b of B of its examples:
-            w_k = w_k - lr * gradient of [loss(w_k; b) + mu / 2 |w_k - w|^2]
-    w = w + step of the server's optimizer for the gradient  sum_k n_k / n (w - w_k)
-
-* **FedAvg** (McMahan et al. 2017, arXiv 1602.05629, algorithm 1): mu = 0, and the
-  server's optimizer is SGD with rate 1, so the new model is the mean of the clients'.
-  With E = 1 and one batch of all examples it is **FedSGD**.
-* **FedProx** (Li et al. 2020, arXiv 1812.06127, algorithm 2): mu > 0 keeps the clients
-  near the model that they got.
-* **FedOpt** (Reddi et al. 2021, arXiv 2003.00295, algorithm 1): the server's optimizer
-  is Adam, Yogi or any other. It has the state; the clients have none.
+* **FedSGD** is FedAvg with E = 1 and one batch of all of a client's examples.
+* **FedProx** (Li et al. 2020, arXiv 1812.06127, algorithm 2) keeps the clients near the
+  model that they got.
+* **FedOpt** (Reddi et al. 2021, arXiv 2003.00295, algorithm 1) takes the mean change as
+  the gradient of an optimizer. Its state is the server's; the clients have none.
 
 The data are 4,000 digits of MNIST on 100 clients of unequal sizes: dealt at random
 (IID), or in two shards of the digits sorted by label (non-IID), as in the paper. The
@@ -38,6 +31,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import drjax
+from examples.algorithms import fedavg, fedopt, fedprox
 from examples.common import clients, digits, results
 from examples.common.devices import make_mesh
 from examples.common.rounds import Round
@@ -81,7 +75,7 @@ class Method(NamedTuple):
     batch: int | None  # None: all examples of the client
     rate: float
     mu: float = 0.0
-    server: optax.GradientTransformation = optax.sgd(1.0)
+    server: optax.GradientTransformation | None = None  # None: the mean
 
     @property
     def label(self) -> str:
@@ -133,46 +127,20 @@ def compare_order(split: str, column: int, table) -> str:
 
 
 def make_round(loss, method: Method, cohort: int):
-    """The program of a round; `loss(params, batch, mask)` is a mean over the mask."""
+    """A round; `loss(params, batch, mask)` is a mean over the mask."""
 
-    # --8<-- [start:algorithm]
     def client_update(params, examples, mask, key):
-        """ClientUpdate: epochs of SGD on the client's own examples, in random order."""
-        size = method.batch or len(mask)
-        client = optax.sgd(method.rate)
+        sgd = {"E": method.epochs, "B": method.batch or len(mask), "lr": method.rate}
+        if method.mu:
+            update = fedprox.make_client_update(loss, method.mu, **sgd)
+        else:
+            update = fedavg.make_client_update(loss, **sgd)
+        return update(params, examples, mask, key)
 
-        def objective(local, batch, mask):
-            distance = optax.tree.norm(optax.tree.sub(local, params), squared=True)
-            return loss(local, batch, mask) + method.mu / 2 * distance
-
-        def step(carry, indices):
-            local, state = carry
-            batch, real = jax.tree.map(lambda x: x[indices], (examples, mask))
-            grads = jax.grad(objective)(local, batch, real)
-            updates, state = client.update(grads, state)
-            # A client with fewer examples takes fewer steps. Plain SGD has no state.
-            updates = optax.tree.scale(real.any(), updates)
-            return (optax.apply_updates(local, updates), state), None
-
-        def epoch(carry, key):
-            # The real examples in random order, then the padding.
-            order = jnp.argsort(jnp.where(mask, jax.random.uniform(key, mask.shape), 2))
-            return jax.lax.scan(step, carry, order.reshape(-1, size))
-
-        keys = jax.random.split(key, method.epochs)
-        (local, _), _ = jax.lax.scan(epoch, (params, client.init(params)), keys)
-        return optax.tree.sub(params, local)
-
-    @drjax.program(clients=cohort)
-    def train_round(params, server_state, examples, mask, keys):
-        args = drjax.broadcast(params), examples, mask, keys
-        updates = drjax.map_fn(client_update, args)
-        update = drjax.reduce_weighted_mean(updates, mask.sum(1))
-        step, server_state = method.server.update(update, server_state, params)
-        return optax.apply_updates(params, step), server_state
-
-    # --8<-- [end:algorithm]
-    return train_round
+    if method.server:
+        return fedopt.make_round(client_update, cohort, method.server)
+    average = fedavg.make_round(client_update, cohort)
+    return lambda params, state, *data: (average(params, *data), state)
 
 
 def make_model(config: Config):
@@ -203,7 +171,7 @@ def make_step(config: Config, method: Method, held_out: digits.Digits):
 
     def start(key):
         params = init(key)
-        return params, method.server.init(params)
+        return params, method.server.init(params) if method.server else ()
 
     def step(state, key, number, population):
         key = jax.random.fold_in(key, number)
@@ -250,7 +218,7 @@ def engine_round() -> Round:
         return train_round(params, server_state, examples, mask, keys), own
 
     params = init(jax.random.key(config.seed))
-    shared = params, method.server.init(params), jax.random.key(config.seed)
+    shared = params, (), jax.random.key(config.seed)
     return Round(step, shared, (), (examples, mask, jnp.arange(config.cohort)))
 
 
