@@ -245,7 +245,8 @@ def engine_round() -> Round:
     analyze = make_analysis(config)
 
     def step(shared, own, data):
-        return analyze(*shared, data), own
+        models, upper, hashes = shared
+        return analyze(models, upper, hashes, data), own
 
     return Round(step, make_shared(config), (), draw_records(config, config.records, 0))
 

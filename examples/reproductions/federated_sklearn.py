@@ -36,6 +36,7 @@ import tyro
 
 import drjax
 from drjax.plan import Plan
+from examples.algorithms import kmeans, lasso, newton
 from examples.common import clients, results
 from examples.common.devices import make_mesh
 from examples.common.rounds import Round
@@ -65,46 +66,6 @@ class Config:
     """Seed of the partition."""
 
 
-# --8<-- [start:algorithm]
-def newton_loss(w, x, y, mask):
-    def client_loss(w, x, y, mask):
-        return jnp.sum(jnp.logaddexp(0, -y * (x @ w[:-1] + w[-1])), where=mask)
-
-    losses = drjax.map_fn(client_loss, (drjax.broadcast(w), x, y, mask))
-    return drjax.reduce_sum(losses) + jnp.sum(w[:-1] ** 2) / 2
-
-
-def newton_step(w, loss):
-    return w - jnp.linalg.solve(jax.hessian(loss)(w), jax.grad(loss)(w))
-
-
-def admm_step(z, u, a, b, mask, penalty, rho):
-    def solve(z, u, a, b, mask):
-        a, b = a * mask[:, None], b * mask
-        system = a.T @ a + rho * jnp.eye(len(z))
-        return jnp.linalg.solve(system, a.T @ b + rho * (z - u))
-
-    x = drjax.map_fn(solve, (drjax.broadcast(z), u, a, b, mask))
-    mean = drjax.reduce_mean(drjax.map_fn(jnp.add, (x, u)))
-    threshold = penalty / (rho * drjax.partition_size())
-    z = jnp.sign(mean) * jnp.maximum(jnp.abs(mean) - threshold, 0)
-    return z, drjax.map_fn(lambda u, x, z: u + x - z, (u, x, drjax.broadcast(z)))
-
-
-def lloyd_step(centers, x, mask):
-    def sums(centers, x, mask):
-        squares = ((x[:, None] - centers) ** 2).sum(-1)
-        nearest = jax.nn.one_hot(squares.argmin(1), len(centers)) * mask[:, None]
-        return nearest.T @ x, nearest.sum(0)
-
-    parts = drjax.map_fn(sums, (drjax.broadcast(centers), x, mask))
-    total, count = drjax.reduce_sum(parts)
-    return jnp.where(
-        count[:, None] > 0, total / jnp.maximum(count, 1)[:, None], centers
-    )
-
-
-# --8<-- [end:algorithm]
 def to_clients(config: Config, *arrays):
     """The arrays of all clients, padded, and their mask."""
     parts = clients.split_iid(arrays[0], config.clients, config.seed, config.spread)
@@ -134,17 +95,16 @@ def fit_logistic(config: Config):
     model = sklearn.linear_model.LogisticRegression(tol=1e-10, max_iter=10_000)
     model.fit(x.astype(float), y)
     expected = np.append(model.coef_[0], model.intercept_)
-    step = lambda w, data: newton_step(w, lambda w: newton_loss(w, *data))
+    step = lambda w, data: newton.step(w, *data)
     start, data = jnp.zeros(x.shape[1] + 1), to_clients(config, x, y)
     return iterate(config, step, start, config.newton_steps, data), expected
 
 
 def plan_newton(config: Config, d: int = 30) -> Plan:
     """The plan of a step of Newton's method, for d coefficients and an intercept."""
-    step = lambda w, *data: newton_step(w, lambda w: newton_loss(w, *data))
     data = jnp.zeros((config.clients, 1, d)), *(jnp.ones((config.clients, 1)),) * 2
     args = jnp.zeros(d + 1), *data[:2], data[2] > 0
-    return drjax.make_plan(drjax.program(clients=config.clients)(step))(*args)
+    return drjax.make_plan(drjax.program(clients=config.clients)(newton.step))(*args)
 
 
 def fit_lasso(config: Config, alpha: float = 0.05):
@@ -153,7 +113,7 @@ def fit_lasso(config: Config, alpha: float = 0.05):
     model = sklearn.linear_model.Lasso(alpha=alpha, fit_intercept=False, tol=1e-12)
     expected = model.fit(x.astype(float), y).coef_
     penalty, rho = alpha * len(x), len(x) / config.clients
-    step = lambda state, data: admm_step(*state, *data, penalty=penalty, rho=rho)
+    step = lambda state, data: lasso.step(*state, *data, penalty=penalty, rho=rho)
     zeros = jnp.zeros(x.shape[1]), jnp.zeros((config.clients, x.shape[1]))
     data = to_clients(config, x, y)
     return iterate(config, step, zeros, config.admm_steps, data), expected
@@ -165,7 +125,7 @@ def fit_kmeans(config: Config):
     options: dict[str, Any] = {"init": start, "tol": 0, "max_iter": 1000}
     model = sklearn.cluster.KMeans(10, **options)
     expected = model.fit(x.astype(float)).cluster_centers_
-    step = lambda centers, data: lloyd_step(centers, *data)
+    step = lambda centers, data: kmeans.step(centers, *data)
     return iterate(
         config, step, start, config.lloyd_steps, to_clients(config, x)
     ), expected
@@ -187,9 +147,9 @@ def engine_round() -> Round:
     @drjax.program(clients=config.clients)
     def step(shared, own, data):
         (w, z, centers), (x, y, mask) = shared, data
-        w = newton_step(w, lambda w: newton_loss(w, x, jnp.sign(y), mask))
-        z, own = admm_step(z, own, x, y, mask, penalty, rho)
-        return (w, z, lloyd_step(centers, x, mask)), own
+        w = newton.step(w, x, jnp.sign(y), mask)
+        z, own = lasso.step(z, own, x, y, mask, penalty, rho)
+        return (w, z, kmeans.step(centers, x, mask)), own
 
     width = x.shape[1]
     shared = jnp.zeros(width + 1), jnp.zeros(width), x[:3]
@@ -220,8 +180,10 @@ def main(config: Config) -> results.Results:
         title=f"{config.clients} clients and scikit-learn, which has all data",
         columns=["", "rounds to 1e-4", "difference", "largest coefficient"],
         table=table,
-        measured=f"The largest difference of any coefficient or center is {worst:.1e}.",
+        measured="Logistic regression, lasso and k-means on clients are scikit-learn's "
+        f"within {worst:.1e} in all coefficients and centers.",
         paper="The same, to rounding: these are exact methods for the same problems.",
+        badge="exact" if worst < 1e-5 else None,
         numbers=numbers,
         remarks=[
             "Breast cancer, diabetes and digits of scikit-learn; 32-bit floats.",
