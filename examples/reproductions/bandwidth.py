@@ -32,12 +32,14 @@ parameters in bfloat16. They are planned from shapes; nothing is allocated.
 
 The ledger has 16 bits for a parameter, and with these the published numbers are not
 reached: the table presupposes fewer, and this file does not know why. So the bits are
-inferred from the five numbers of the data-parallel line, and the ten of DiLoCo are then
-predictions.
+inferred from the five numbers of the data-parallel line of 10 billion parameters. The
+twenty of DiLoCo, and the 25 of Llama 3 405B, whose steps take 26 s, are then
+predictions. The data-parallel line of the latter alone infers the bits a second time.
 """
 
 import dataclasses
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +52,7 @@ from matplotlib.figure import Figure
 import drjax
 from drjax.compiled import Report
 from drjax.plan import Plan
+from examples.algorithms import bandwidth
 from examples.common import results
 from examples.common.devices import make_mesh
 from examples.common.transformer import Transformer, TransformerConfig, mean_loss
@@ -71,7 +74,7 @@ class Config:
     """The model; by default the one with 10 billion parameters."""
     seconds: float = 0.8
     """Time to compute a step of a replica, or one of the plan in --plan."""
-    steps: tuple[int, ...] = (100, 300)
+    steps: tuple[int, ...] = (10, 50, 100, 300)
     """Inner steps of DiLoCo between two reductions (H)."""
     plan: Path | None = None
     """A plan file to simulate, with bits as in its ledger."""
@@ -83,15 +86,34 @@ class Config:
     """Seed of the small model and its data."""
 
 
-TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
-GRID = np.logspace(-1, 3, 50)  # Gbit/s
-BACKWARD = 2 / 3  # of the time of a step
-# Charles et al., Table 6, 10B parameters, step time 0.8 s; by H, 0: data-parallel.
-QUOTED = {
+class Model(NamedTuple):
+    """Of Table 6: billions of parameters, time of a step, layers, Gbit/s by H."""
+
+    billions: float
+    seconds: float
+    layers: int
+    quoted: dict[int, tuple[float, ...]]  # H = 0: data-parallel
+
+
+LLAMA = Model(
+    *(405.0, 26.0, 126),  # Llama 3 405B has 126 layers
+    {
+        0: (126.5, 222.3, 268.3, 323.8, 323.8),
+        10: (19.3, 72.0, 126.5, 184.2, 268.3),
+        50: (3.6, 13.3, 28.1, 59.6, 184.2),
+        100: (2.0, 7.5, 16.0, 33.9, 126.5),
+        300: (0.7, 3.0, 6.2, 13.3, 59.6),
+    },
+)
+QUOTED = {  # of the model with 10 billion parameters
     0: (104.8, 184.2, 222.3, 222.3, 390.7),
+    10: (16.0, 49.4, 86.8, 152.6, 222.3),
+    50: (3.0, 11.0, 23.3, 41.0, 126.5),
     100: (1.4, 6.2, 13.3, 23.3, 86.8),
     300: (0.5, 2.0, 4.3, 9.1, 41.0),
 }
+BITS = 16  # of a parameter in the ledger
+STEP = bandwidth.GRID[1] / bandwidth.GRID[0]
 
 
 def make_loss(graphdef: nnx.GraphDef):
@@ -102,7 +124,6 @@ def make_loss(graphdef: nnx.GraphDef):
     return loss
 
 
-# --8<-- [start:algorithm]
 def make_data_parallel(loss, optimizer, replicas=2):
     @drjax.program(replicas=replicas)
     def step(params, moments, tokens):
@@ -135,32 +156,18 @@ def make_diloco(loss, inner, outer, replicas=2, wire=None):
     return train_round
 
 
-def utilization(gbits, bandwidth, compute, backward=0.0, layers=1):
-    """Of a round that computes for `compute` seconds and then sends `gbits`."""
-    link = gbits / bandwidth
-    idle = np.maximum(backward / layers + link, backward + link / layers) - backward
-    return compute / (compute + idle)
-
-
-def link_gbits(plan: Plan, devices: int = 2) -> float:
-    ledger = plan.communication(devices)
-    return 2 * (1 - 1 / devices) * 8e-9 * ledger.reduced_per_device()
-
-
-# --8<-- [end:algorithm]
-def needed(*args) -> np.ndarray:
-    """The indices in GRID of the bandwidths for TARGETS; its length if none is."""
-    reached = utilization(args[0], GRID, *args[1:]) >= np.array(TARGETS)[:, None]
-    return np.where(reached.any(1), reached.argmax(1), len(GRID))
-
-
 def index_of(quoted) -> np.ndarray:
     """The indices in GRID of published, rounded bandwidths."""
-    return np.abs(np.log(GRID / np.array(quoted)[:, None])).argmin(1)
+    return np.abs(np.log(bandwidth.GRID / np.array(quoted)[:, None])).argmin(1)
 
 
 def shown(indices) -> list[str]:
-    return [f"{GRID[i]:.1f}" if i < len(GRID) else f"> {GRID[-1]:g}" for i in indices]
+    return [
+        f"{bandwidth.GRID[i]:.1f}"
+        if i < len(bandwidth.GRID)
+        else f"> {bandwidth.GRID[-1]:g}"
+        for i in indices
+    ]
 
 
 def inner_state(inner, params, replicas=2):
@@ -190,16 +197,21 @@ def make_plans(config: Config) -> tuple[dict[str, tuple[int, Plan]], int]:
     return plans, sum(x.size for x in jax.tree.leaves(params))
 
 
-def infer_bits(parameters: int, config: Config, lines=(0,)) -> np.ndarray:
-    """Bits of a parameter for which lines of QUOTED are nearest, in steps of GRID."""
+def infer_bits(model: Model, lines=(0,)) -> np.ndarray:
+    """Bits of a parameter for which published lines are nearest, in steps of GRID."""
     bits = np.arange(8, 20, 0.05)
-    timing = BACKWARD * config.seconds, config.model.layers
     residual = np.zeros(len(bits))
     for steps in lines:
-        compute = max(1, steps) * config.seconds
-        line = np.array([needed(b * 1e-9 * parameters, compute, *timing) for b in bits])
-        residual += np.abs(line - index_of(QUOTED[steps])).sum(1)
+        line = np.array([indices(model, b, steps) for b in bits])
+        residual += np.abs(line - index_of(model.quoted[steps])).sum(1)
     return bits[residual == residual.min()]
+
+
+def indices(model: Model, bits: float, steps: int) -> np.ndarray:
+    """The bandwidths that a model needs, as indices in GRID."""
+    return bandwidth.needed(
+        bits * model.billions, model.seconds, max(1, steps), model.layers
+    )
 
 
 def run_small_round(config: Config):
@@ -227,79 +239,97 @@ def main(config: Config) -> results.Results:
     counted, expected, weights = run_small_round(config)
     if counted != expected:
         raise ValueError(f"{counted} bytes are reduced, {expected} in the ledger.")
-    grid, table, curves = {}, [], {}
+    grid, table = {}, []
     if config.plan is not None:
-        gbits = link_gbits(drjax.load_plan(config.plan))
-        grid[config.plan.name] = needed(gbits, config.seconds)
-        curves[config.plan.name] = utilization(gbits, GRID, config.seconds)
+        gbits = bandwidth.link_gbits(drjax.load_plan(config.plan))
+        grid[config.plan.name] = bandwidth.needed(gbits, config.seconds)
         table.append([config.plan.name, *shown(grid[config.plan.name])])
     plans, parameters = make_plans(config)
-    inferred = infer_bits(parameters, config)
-    everything = infer_bits(parameters, config, tuple(QUOTED))
+    layers = config.model.layers
+    ours = Model(parameters / 1e9, config.seconds, layers, QUOTED)
+    inferred, confirmed = infer_bits(ours), infer_bits(LLAMA)
+    everything = infer_bits(ours, tuple(QUOTED))
     bits = inferred.mean()
-    nominal, timing = [], (BACKWARD * config.seconds, config.model.layers)
-    off = {}
-    for name, (steps, plan) in plans.items():
-        compute = max(1, steps) * config.seconds
-        gbits = link_gbits(plan)
-        scaled = gbits * bits / 16
-        grid[name] = needed(scaled, compute, *timing)
-        curves[name] = utilization(scaled, GRID, compute, *timing)
-        table.append([name, *shown(grid[name])])
-        nominal.append([f"{name}, 16 bits", *shown(needed(gbits, compute, *timing))])
-        if steps in QUOTED and "fp4" not in name:
-            off[name] = grid[name] - index_of(QUOTED[steps])
-            table.append([f"{name}, paper", *map(str, QUOTED[steps])])
-            more = needed(gbits, compute, *timing) - index_of(QUOTED[steps])
-            off[f"{name}, 16 bits"] = more
-    residual = np.concatenate([x for name, x in off.items() if "16 bits" not in name])
-    at_16 = np.concatenate([x for name, x in off.items() if "16 bits" in name])
+    off, at_16, curves = [], [], {}
+    for model in (ours, LLAMA):
+        for name, (steps, plan) in plans.items():
+            counted_bits = bandwidth.link_gbits(plan) / ours.billions  # of a parameter
+            line = f"{model.billions:.0f}B, {name}"
+            scaled = counted_bits * bits / BITS
+            cells = shown(grid.setdefault(line, indices(model, scaled, steps)))
+            if steps in model.quoted and "fp4" not in name:
+                quoted = index_of(model.quoted[steps])
+                off.append(grid[line] - quoted)
+                at_16.append(indices(model, counted_bits, steps) - quoted)
+                pairs = zip(cells, model.quoted[steps], strict=True)
+                cells = [f"{x} ({y})" for x, y in pairs]
+            table.append([line, *cells])
+            timing = model.seconds, max(1, steps), model.layers
+            curves[line] = bandwidth.utilization(
+                scaled * model.billions, bandwidth.GRID, *timing
+            )
+    residual, above = np.abs(off), np.array(at_16).max()
+    within = residual.max()
     result = results.Results(
-        title=f"Gbit/s for a compute utilization, {parameters / 1e9:.1f}B parameters",
-        columns=["", *(f"{target:.0%}" for target in TARGETS)],
-        table=table + [line for line in nominal if "fp4" not in line[0]],
-        measured=f"With {bits:.1f} bits for a parameter, inferred from the first five, "
-        f"all {len(residual)} numbers are within {abs(residual).max()} step of the "
-        f"grid, {(residual == 0).sum()} equal.",
-        paper="data-parallel 104.8 to 390.7, DiLoCo with H = 100 1.4 to 86.8, with H = "
-        "300 0.5 to 41.0 Gbit/s (Charles et al. 2025, Table 6).",
-        numbers={name: GRID[np.minimum(x, 49)].tolist() for name, x in grid.items()}
+        title="Gbit/s for a compute utilization, in brackets the paper's",
+        columns=["", *(f"{target:.0%}" for target in bandwidth.TARGETS)],
+        table=table,
+        measured=f"{bits:.1f} bits for a parameter, inferred from five numbers of "
+        f"Table 6, give its {residual.size} within {within} step of its grid, "
+        f"{(residual == 0).sum()} equal; one 405B line alone gives "
+        f"{confirmed.mean():.1f}.",
+        paper="data-parallel 104.8 to 390.7, DiLoCo with H = 300 0.5 to 41.0 Gbit/s "
+        "for 10B parameters; 126.5 to 323.8 and 0.7 to 59.6 for Llama 3 405B (Charles "
+        "et al. 2025, Table 6).",
+        badge="order reached" if within <= 1 else None,
+        numbers={
+            name: bandwidth.GRID[np.minimum(x, 49)].tolist() for name, x in grid.items()
+        }
         | {"small round": weights},
         remarks=[
             f"The bits are inferred: {inferred[0]:.1f} to {inferred[-1]:.1f} leave the "
-            "fewest steps of the grid between the data-parallel line and the paper's, "
-            "and the middle is taken, which predicts the lines of DiLoCo. All lines "
-            f"together are nearest for {everything.mean():.1f} bits. Only bits divided "
-            "by the step's time can be inferred: a longer step has the same effect.",
-            "With the ledger's 16 bits of bfloat16 the numbers are up to "
-            f"{abs(at_16).max()} steps of the grid (a factor of "
-            f"{(GRID[1] / GRID[0]) ** abs(at_16).max():.2f}) above the paper's.",
-            "48 layers, backward passes of 2/3 of a step, and reductions of a layer "
-            "behind its backward pass are assumptions; without the overlap, "
-            "no number of bits gives both the first and the last column.",
+            "fewest steps of the grid between the data-parallel line of 10B and the "
+            "paper's, and the middle is taken, which predicts all other lines. From "
+            f"the data-parallel line of Llama 3 405B alone they are {confirmed[0]:.1f} "
+            f"to {confirmed[-1]:.1f}, {confirmed.mean():.2f} in the middle; all lines "
+            f"of 10B together are nearest for {everything.mean():.1f}. Only bits "
+            "divided by the step's time can be inferred: a longer step has the same "
+            "effect.",
+            f"With the ledger's {BITS} bits of bfloat16 the numbers are up to {above} "
+            f"steps of the grid (a factor of {STEP**above:.2f}) above "
+            f"the paper's, and {np.sum(np.array(at_16) == 0)} of them equal.",
+            f"Steps take {ours.seconds} s and {LLAMA.seconds:.0f} s in the paper's "
+            f"table. {layers} layers for 10B, backward passes of 2/3 of a step, and "
+            "reductions of a layer behind its backward pass are assumptions; without "
+            "the overlap, no number of bits gives both the first and the last column.",
             f"A small round on {config.devices} devices reduced {counted:,} bytes, as "
             "its ledger says.",
-            "Not in the paper: the line with fp4, by the library's `wire=`; its bits "
-            "are those of its ledger, scaled as the others.",
+            "Not in the paper: the lines with fp4, by the library's `wire=`; their "
+            "bits are those of the ledger, scaled as the others.",
         ],
     )
-    figure = draw(curves)
-    result.write(config.output, config, figure)
+    result.write(config.output, config, draw(curves, (ours, LLAMA)))
     return result
 
 
-def draw(curves) -> Figure:
+def draw(curves, models) -> Figure:
     """Utilization by bandwidth, with the paper's numbers as points."""
-    figure = Figure(figsize=(7.4, 3.8), layout="constrained")
-    axes = figure.subplots()
-    for name, values in curves.items():
-        axes.plot(GRID, values, label=name)
-    for steps, quoted in QUOTED.items():
-        label = None if steps else "paper"
-        axes.plot(quoted, TARGETS, "o", color="0.2", markersize=4, label=label)
-    axes.set(xscale="log", xlabel="bandwidth (Gbit/s)", ylabel="compute utilization")
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper")
+    figure = Figure(figsize=(9.6, 3.8), layout="constrained")
+    panels = figure.subplots(1, len(models), sharey=True)
+    for axes, model in zip(panels, models, strict=True):
+        title = f"{model.billions:.0f}B"
+        for name, values in curves.items():
+            if name.startswith(title):
+                axes.plot(bandwidth.GRID, values, label=name.removeprefix(f"{title}, "))
+        for steps, quoted in model.quoted.items():
+            label = None if steps else "paper"
+            axes.plot(
+                quoted, bandwidth.TARGETS, "o", color="0.2", markersize=4, label=label
+            )
+        axes.set(xscale="log", xlabel="bandwidth (Gbit/s)", title=title)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("compute utilization")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
     return figure
 
 
