@@ -109,7 +109,7 @@ CONTENTS = {
     "/benchmarks /experiments",
     "gallery/index": "*",
     "get_started/index": "/coming_from /versions changelog",
-    "howto/index": "* /engines/index",
+    "howto/index": "* /engines/index /answers",
     "plan_files": "plan_file_format",
     "plans": "plan_examples",
     "tutorials/index": "diloco maml many_groups *",
