@@ -2,6 +2,9 @@
 
 import argparse
 import sys
+from importlib.metadata import version
+
+import jax
 
 from drjax._errors import DrjaxError
 from drjax._plan_file.inspect import inspect
@@ -20,6 +23,8 @@ def main(arguments: list[str] | None = None) -> int:
       SystemExit: The arguments are wrong, or ask for help.
     """
     parser = argparse.ArgumentParser(prog="python -m drjax", description=__doc__)
+    versions = f"drjax {version('drjax')}, JAX {jax.__version__}"
+    parser.add_argument("--version", action="version", version=versions)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
         "inspect", help="print the plan of a file, its ledger, versions, custom calls"

@@ -8,6 +8,7 @@ other, so they can be communicated together (Rush et al. 2024, section 5).
 Run it with `python -m examples.count_rounds`.
 """
 
+import argparse
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -111,4 +112,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

@@ -6,6 +6,8 @@ Prints the value and the jaxpr of the paper's first program, then of its derivat
 the derivative of a MapReduce program is made of the same primitives.
 """
 
+import argparse
+
 import jax
 import jax.numpy as jnp
 
@@ -32,4 +34,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

@@ -179,6 +179,13 @@ def test_inspect(tmp_path, capsys):
     assert done.stdout == out and not done.returncode
 
 
+def test_the_version_is_that_of_drjax_and_jax(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    versions = f"drjax {drjax.__version__}, JAX {jax.__version__}\n"
+    assert capsys.readouterr().out == versions
+
+
 def test_code_without_a_stable_form_is_refused(tmp_path):
     f = program(lambda x: drjax.map_fn(jnp.linalg.eigvals, x))
     plan = drjax.make_plan(f)(jnp.ones((N, 3, 3)))

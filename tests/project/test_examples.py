@@ -30,6 +30,20 @@ def test_quickstart_prints_value_gradient_and_primitives():
         assert name in out
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        path.stem
+        for path in sorted((ROOT / "examples").glob("*.py"))
+        if "__main__" in path.read_text()
+    ],
+)
+def test_help_runs_nothing(name):
+    out = run("-m", f"examples.{name}", "--help").stdout
+    assert out.startswith("usage: ") and f"{name}.py [-h]" in out
+    assert "value:" not in out and "round 1:" not in out
+
+
 @pytest.mark.slow
 def test_maml_beats_pretraining(tmp_path):
     flags = ("--output", tmp_path, "--steps", "10000", "--test-tasks", "200")
