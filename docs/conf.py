@@ -116,20 +116,35 @@ CONTENTS = {
 }
 
 
-CARD = re.compile(r"### \[(.+)\]\((\w+)\.md\)\n\n!\[(.+)\]\((.+)\)\n\n(.+\n\n.+)\n\n")
+CARD = re.compile(
+    r"### \[(?P<title>.+)\]\((?P<page>\w+)\.md\)\n\n"
+    r"!\[(?P<about>.+)\]\((?P<figure>.+)\)\n\n"
+    r"(?:\*(?P<badge>[\w ]+)\* · )?(?P<result>.+)\n\n"
+)
+COLORS = {"no published number": "secondary", "order reached": "info"}
+
+
+def as_card(match: re.Match) -> str:
+    """An example of the gallery, with its badge."""
+    badge = match["badge"]
+    shown = f"{{bdg-{COLORS.get(badge, 'success')}}}`{badge}`\n\n" if badge else ""
+    return (
+        f":::{{grid-item-card}} {match['title']}\n:img-top: {match['figure']}\n"
+        f":img-alt: {match['about']}\n:link: {match['page']}\n:link-type: doc\n\n"
+        f"{shown}{match['result']}\n:::\n"
+    )
 
 
 def as_grid(text: str) -> str:
-    """The examples of the gallery side by side; the page has one below another."""
-    first, last = (f(x.start() for x in CARD.finditer(text)) for f in (min, max))
-    last = CARD.match(text, last).end()
-    card = (
-        ":::{grid-item-card} \\1\n:img-top: \\4\n:img-alt: \\3\n:link: \\2\n"
-        ":link-type: doc\n\n\\5\n:::\n"
+    """The examples of a group side by side; the page has one below another."""
+    cards = re.sub(r"\?P<\w+>", "?:", CARD.pattern)
+    return re.sub(
+        f"(?:{cards})+",
+        lambda x: (
+            f"::::{{grid}} 1 2 2 3\n:gutter: 3\n\n{CARD.sub(as_card, x[0])}::::\n\n"
+        ),
+        text,
     )
-    cards = CARD.sub(card, text[first:last])
-    grid = f"::::{{grid}} 1 2 2 2\n:gutter: 3\n\n{cards}::::\n\n"
-    return text[:first] + grid + text[last:]
 
 
 def add_contents(app, name, source) -> None:
@@ -142,7 +157,7 @@ def add_contents(app, name, source) -> None:
         source[0] = re.sub(figure, r'\1{width="100%"}', source[0], flags=re.M)
     if pages := CONTENTS.get(name):
         if name == "gallery/index":
-            pages = " ".join(x[2] for x in CARD.finditer(source[0]))
+            pages = " ".join(x["page"] for x in CARD.finditer(source[0]))
             source[0] = as_grid(source[0])
         listed = pages.replace(" ", "\n")
         source[0] += f"\n```{{toctree}}\n:hidden:\n:glob:\n\n{listed}\n```\n"

@@ -11,7 +11,7 @@ A part of a page is between two comments, of which the first says what it is:
 
 A file of Markdown is taken as it is, with headings that are deeper by `offset`, and
 from behind the text `after`; code is fenced, and may be one `object` of a file. `cards`
-are the reproductions. The pages of the gallery are written as a whole: the docstrings
+are the reproductions, in groups. The pages of the gallery are written as a whole: the docstrings
 and the results of the reproductions, and the algorithms that they import. A test
 compares all of it.
 """
@@ -25,7 +25,13 @@ from pathlib import Path
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
-FIRST = "fedavg scaffold diloco maml dp_fedavg robust compression gossip".split()
+GROUPS = {  # of the gallery, in its order
+    "Federated learning": "fedavg scaffold dp_fedavg personalization robust",
+    "Meta-learning and hyperparameters": "self_tuning maml population sweep",
+    "Large models": "diloco bandwidth hierarchical soups",
+    "Statistics and inference": "analytics federated_sklearn mixture tempering",
+    "Systems": "compression sharded_server gossip evolution",
+}
 PART = re.compile(
     r"^<!-- part: ([^\n]+) -->\n(?:.*?)^<!-- end of part -->$", re.M | re.S
 )
@@ -69,7 +75,7 @@ def algorithm_parts(name: str, code: str) -> list[str]:
 
 
 def examples() -> dict[str, dict]:
-    """What the gallery shows of each example, in its order."""
+    """What the gallery shows of each example."""
     shown = {}
     for path in reproductions():
         code = path.read_text()
@@ -81,9 +87,7 @@ def examples() -> dict[str, dict]:
             "text": text.strip("\n"),
             "algorithm": algorithm_parts(path.stem, code),
         }
-    return {
-        x: shown[x] for x in sorted(shown, key=lambda x: ((FIRST + [x]).index(x), x))
-    }
+    return shown
 
 
 def table_line(cells) -> str:
@@ -113,7 +117,8 @@ def example_page(name: str, example: dict) -> str:
         f"![{example['about']}]({name}/figure.png)",
         f"`python -m examples.reproductions.{name} --output docs/gallery/{name}` "
         f"made the\ntable and the figure in {example['seconds']} s, "
-        f"{example['cpu_seconds']} s of the CPU ({example['machine']}, shared with other\nwork)."
+        f"{example['cpu_seconds']} s of the CPU ({example['machine']}, shared with "
+        "other\nwork)."
         + (
             " † marks a published number that was not compared with the paper, "
             "whose text was not within reach."
@@ -126,13 +131,23 @@ def example_page(name: str, example: dict) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def cards() -> str:
-    """The examples, each with its picture and its numbers."""
-    return "\n\n".join(
-        f"### [{x['title']}]({name}.md)\n\n![{x['about']}]({name}/figure.png)\n\n"
-        f"{x['measured']}\n\nPublished: {x['paper']}"
-        for name, x in examples().items()
+def card(name: str, example: dict) -> str:
+    """An example: its picture, how it compares, and its result in a sentence."""
+    badge = f"*{example['badge']}* · " if example.get("badge") else ""
+    return (
+        f"### [{example['title']}]({name}.md)\n\n"
+        f"![{example['about']}]({name}/figure.png)\n\n{badge}{example['measured']}"
     )
+
+
+def cards() -> str:
+    """The examples in their groups, one below another."""
+    shown = examples()
+    parts = []
+    for title, names in GROUPS.items():
+        parts.append(f"## {title}")
+        parts += [card(name, shown[name]) for name in names.split()]
+    return "\n\n".join(parts)
 
 
 def part(page: Path, source: str) -> str:

@@ -7,6 +7,7 @@ import importlib
 import json
 import runpy
 from pathlib import Path
+from typing import get_args
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 
 from benchmarks import lines
 from examples.common import clients
+from examples.common.results import Badge
 from examples.common.transformer import TransformerConfig
 from examples.reproductions import fedavg, soups
 from tests.helpers import run_python
@@ -75,6 +77,14 @@ def test_each_has_a_short_form_and_committed_results():
     for name in EXAMPLES:
         results = json.loads((ROOT / f"docs/gallery/{name}/results.json").read_text())
         assert results["cpu_seconds"] <= 2 * 180  # three minutes of two cores
+
+
+def test_each_is_in_one_group_of_the_index():
+    groups = " ".join(WRITE_PAGES["GROUPS"].values()).split()
+    assert sorted(groups) == sorted(EXAMPLES)
+    index = (ROOT / "docs/gallery/index.md").read_text()
+    for badge in get_args(Badge):
+        assert f"| *{badge}* |" in index
 
 
 def committed(name: str) -> dict:
