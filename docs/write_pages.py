@@ -11,9 +11,9 @@ A part of a page is between two comments, of which the first says what it is:
 
 A file of Markdown is taken as it is, with headings that are deeper by `offset`, and
 from behind the text `after`; code is fenced, and may be one `object` of a file. `cards`
-are the reproductions, in groups. The pages of the gallery are written as a whole: the docstrings
-and the results of the reproductions, and the algorithms that they import. A test
-compares all of it.
+are the reproductions, in groups. The pages of the gallery are written as a whole: the
+docstrings and the results of the reproductions, and the algorithms that they import. A
+test compares all of it.
 """
 
 import ast
