@@ -5,6 +5,7 @@ Covers: examples.
 
 import importlib
 import json
+import re
 import runpy
 from pathlib import Path
 from typing import get_args
@@ -89,6 +90,23 @@ def test_each_is_in_one_group_of_the_index():
 
 def committed(name: str) -> dict:
     return json.loads((ROOT / f"docs/gallery/{name}/results.json").read_text())
+
+
+def test_the_readme_has_the_numbers_of_self_tuning():
+    text = " ".join((ROOT / "README.md").read_text().split())
+    results = committed("self_tuning")
+    losses = {line[0]: line[-2] for line in results["table"]}
+    tuned, fixed = losses["tuned, all rounds"], losses["fixed, best of 12 rates"]
+    assert (
+        f"a test loss of {tuned}, where the best of 12 fixed rates has {fixed}" in text
+    )
+    memory = dict(
+        re.findall(
+            r"[:;] (drjax.jit|jax.jit): [\d., ]*, (\d+\.\d)", results["remarks"][0]
+        )
+    )
+    shown = f"{memory['drjax.jit']} MB on a device, by `jax.jit` {memory['jax.jit']}"
+    assert shown in text
 
 
 def test_what_soups_says_of_orders_is_that_of_its_numbers():
@@ -274,6 +292,6 @@ def test_the_table_of_lines_is_that_of_the_examples():
 def test_the_readme_compares_the_versions_whose_lines_are_counted():
     readme = (ROOT / "README.md").read_text()
     compared = {x for x in lines.OTHERS if f"/project/{x.library}/" in readme}
-    assert len({x.library for x in compared}) == 4
+    assert len({x.library for x in compared}) == 5
     for other in compared:
         assert f"/project/{other.library}/{other.version}/) {other.version} |" in readme
