@@ -7,9 +7,14 @@ Each page reads as plain Markdown, too: docs/write_pages.py writes what is gener
 into the pages, and the contents of a section are here.
 """
 
+import ast
+import html
+import json
 import os
 import re
+import runpy
 import sys
+import textwrap
 import tomllib
 from pathlib import Path
 from urllib.parse import urljoin
@@ -22,6 +27,16 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 REPOSITORY = PROJECT["urls"]["Repository"]
+COLAB = (
+    PROJECT["urls"]["Notebooks"]
+    .replace("https://", "https://colab.research.google.com/")
+    .replace("google.com/github.com", "google.com/github")
+)
+WRITE_PAGES = runpy.run_path(str(DOCS / "write_pages.py"))
+ALGORITHMS = {  # of a page of the gallery
+    f"gallery/{path.stem}": WRITE_PAGES["algorithms"](path.read_text())
+    for path in WRITE_PAGES["reproductions"]()
+}
 
 sys.path.insert(0, str(ROOT))
 os.environ |= {  # of the kernels
@@ -74,7 +89,8 @@ templates_path = ["templates"]
 html_theme = "pydata_sphinx_theme"
 html_title = f"drjax {version}"
 html_baseurl = PROJECT["urls"]["Documentation"]
-html_static_path = ["style.css"]
+html_static_path = ["style.css", "images/favicon.svg", "images/social.png"]
+html_favicon = "images/favicon.svg"
 html_css_files = ["style.css"]
 html_context = {  # a page of the gallery is edited in its reproduction
     "notebooks": [
@@ -82,6 +98,8 @@ html_context = {  # a page of the gallery is edited in its reproduction
         for path in DOCS.rglob("*.md")
         if path != DOCS / "index.md" and "```{code-cell}" in path.read_text()
     ],
+    "algorithms": ALGORITHMS,
+    "colab": COLAB,
     "edit_page_provider_name": "GitHub",
     "edit_page_url_template": REPOSITORY + "/edit/main/"
     "{% if 'gallery/' in file_name and 'index' not in file_name %}"
@@ -89,10 +107,17 @@ html_context = {  # a page of the gallery is edited in its reproduction
     " | replace('.md', '.py') }}"
     "{% else %}docs/{{ file_name }}{% endif %}",
 }
+VERSIONS = {version: ""}  # of the site that are kept, and where below its address
 html_theme_options = {
-    "logo": {"text": html_title},
+    "logo": {"text": project, "image_light": "images/favicon.svg"},
     "github_url": REPOSITORY,
-    "header_links_before_dropdown": 7,
+    "header_links_before_dropdown": 8,
+    "navbar_end": ["version-switcher", "theme-switcher", "navbar-icon-links"],
+    "switcher": {
+        "json_url": urljoin(html_baseurl, "switcher.json"),
+        "version_match": version,
+    },
+    "check_switcher": False,  # it is written by the build
     "use_edit_page_button": True,
     "show_toc_level": 2,
     "secondary_sidebar_items": "page-toc notebook edit-this-page sourcelink".split(),
@@ -105,8 +130,8 @@ CONTENTS = {
     "api/index": "programs blocks plans backends primitives errors",
     "engines/index": "ray beam flower secure_sums data failures",
     "experiments": "experiments_tables experiments_collectives",
-    "explanation/index": "/concepts /glossary /plans /plan_files /sharp_edges * "
-    "/benchmarks /experiments",
+    "benchmarks": "experiments",
+    "explanation/index": "/concepts /glossary /plans /plan_files /sharp_edges *",
     "gallery/index": "*",
     "get_started/index": "/coming_from /versions changelog",
     "howto/index": "* /engines/index /answers",
@@ -141,10 +166,21 @@ def as_grid(text: str) -> str:
     return re.sub(
         f"(?:{cards})+",
         lambda x: (
-            f"::::{{grid}} 1 2 2 3\n:gutter: 3\n\n{CARD.sub(as_card, x[0])}::::\n\n"
+            f"::::{{grid}} 1 2 2 2\n:gutter: 3\n\n{CARD.sub(as_card, x[0])}::::\n\n"
         ),
         text,
     )
+
+
+def gallery_contents(text: str) -> dict[str, list[str]]:
+    """The pages of each group, with the first words of their titles."""
+    return {
+        part.split("\n")[0]: [
+            f"{card['title'].split(':')[0]} <{card['page']}>" for card in cards
+        ]
+        for part in re.split("^## ", text, flags=re.M)[1:]
+        if (cards := [*CARD.finditer(part)])
+    }
 
 
 def add_contents(app, name, source) -> None:
@@ -156,11 +192,16 @@ def add_contents(app, name, source) -> None:
         figure = r"^(!\[.+\.png\))$"
         source[0] = re.sub(figure, r'\1{width="100%"}', source[0], flags=re.M)
     if pages := CONTENTS.get(name):
+        tables = {"": pages.split()}
         if name == "gallery/index":
-            pages = " ".join(x["page"] for x in CARD.finditer(source[0]))
+            tables = gallery_contents(source[0])
             source[0] = as_grid(source[0])
-        listed = pages.replace(" ", "\n")
-        source[0] += f"\n```{{toctree}}\n:hidden:\n:glob:\n\n{listed}\n```\n"
+        for caption, listed in tables.items():
+            options = ":hidden:\n:glob:\n" + (
+                f":caption: {caption}\n" if caption else ""
+            )
+            lines = "\n".join(listed)
+            source[0] += f"\n```{{toctree}}\n{options}\n{lines}\n```\n"
     elif name.startswith("gallery/"):
         path = f"../../examples/reproductions/{name.removeprefix('gallery/')}.py"
         code = f"```{{literalinclude}} {path}\n```"
@@ -197,25 +238,114 @@ def fix_docstring(app, what, name, obj, options, lines) -> None:
             lines[i] = re.sub(r"^(\s*)", r"\1: ", lines[i])
 
 
+def first_words(doctree) -> str:
+    """Of a page's text, without markup, for search engines and `llms.txt`."""
+    for node in doctree.findall(nodes.paragraph) if doctree else ():
+        if isinstance(node.parent, nodes.section):
+            return textwrap.shorten(node.astext().rstrip(":"), 160, placeholder=" …")
+    return PROJECT["description"]
+
+
+def pages_below(app, page: str) -> list[str]:
+    """A page and those of its table of contents, in their order."""
+    below = app.env.toctree_includes.get(page, [])
+    return [page, *(x for name in below for x in pages_below(app, name))]
+
+
+def describe(app, page, template, context, doctree) -> None:
+    """What search engines and messengers show of a page."""
+    if page not in app.env.found_docs:
+        return
+    about = PROJECT["description"] if page == "index" else first_words(doctree)
+    tags = {
+        'name="description"': about,
+        'name="twitter:card"': "summary_large_image",
+        'property="og:title"': app.env.titles[page].astext(),
+        'property="og:description"': about,
+        'property="og:type"': "website",
+        'property="og:url"': urljoin(html_baseurl, f"{page}.html"),
+        'property="og:image"': urljoin(html_baseurl, "_static/social.png"),
+        'property="og:site_name"': project,
+    }
+    context["metatags"] += "".join(
+        f'<meta {name} content="{html.escape(text)}">\n' for name, text in tags.items()
+    )
+
+
+def write_indexes(app, exception) -> None:
+    """The versions of the site, and `llms.txt`: its pages, for language models."""
+    if exception is not None:
+        return
+    versions = [
+        {"name": name, "version": name, "url": urljoin(html_baseurl, place)}
+        for name, place in VERSIONS.items()
+    ]
+    versions[0] |= {"name": f"{version} (stable)", "preferred": True}
+    Path(app.outdir, "switcher.json").write_text(json.dumps(versions, indent=1))
+    parts = [f"# {project}", f"> {PROJECT['description']}.", f"Source: {REPOSITORY}"]
+    for section in app.env.toctree_includes["index"]:
+        parts.append(f"## {app.env.titles[section].astext()}")
+        lines = []
+        for page in pages_below(app, section):
+            source = urljoin(html_baseurl, f"_sources/{page}.md.txt")
+            about = first_words(app.env.get_doctree(page))
+            lines.append(f"* [{app.env.titles[page].astext()}]({source}): {about}")
+        parts.append("\n".join(lines))
+    Path(app.outdir, "llms.txt").write_text("\n\n".join(parts) + "\n")
+
+
+ON_COLAB = f"""import sys
+
+if "google.colab" in sys.modules:
+    !git clone --quiet --depth 1 {REPOSITORY} repository
+    %cd repository
+    %pip install --quiet '.[examples]'
+"""
+
+
+def write_notebook(app, name: str, notebook) -> None:
+    """A notebook next to the HTML; on Colab its first cell installs the package."""
+    install = jupytext.reads(f"# %%\n{ON_COLAB}", fmt="py:percent").cells[0]
+    install.source = ON_COLAB.rstrip()
+    first = next(i for i, x in enumerate(notebook.cells) if x.cell_type == "code")
+    notebook.cells.insert(first, install)
+    path = Path(app.outdir, f"{name}.ipynb")
+    path.parent.mkdir(exist_ok=True)
+    jupytext.write(notebook, path)
+
+
 def write_notebooks(app, exception) -> None:
-    """Each page with code as a notebook, next to its HTML, with links to the site."""
+    """Each page with code as a notebook, with links to the site, and each algorithm."""
 
     def link(match) -> str:
         site = urljoin(html_baseurl + page, match[1]).replace(".md", ".html")
         return f"]({address(page, match[1]) or site}"
 
-    for page in html_context["notebooks"] if exception is None else ():
+    if exception is not None:
+        return
+    for page in html_context["notebooks"]:
         text = Path(app.env.doc2path(page)).read_text()
         text = re.sub(
             r"```\{literalinclude\} (.*)\n(?::.*\n)+```", r"[The code](\1)", text
         )
         text = re.sub(r"\]\((?!http|#)([^)\s]+)", link, text)
-        notebook = jupytext.reads(text, fmt="md:myst")
-        jupytext.write(notebook, Path(app.outdir, f"{page}.ipynb"))
+        write_notebook(app, page, jupytext.reads(text, fmt="md:myst"))
+    for name in sum(ALGORITHMS.values(), []):
+        code = (ROOT / f"examples/algorithms/{name}.py").read_text()
+        about = ast.get_docstring(ast.parse(code)) or ""
+        code = code.split('"""', 2)[2].strip()
+        title, _, about = about.partition("\n")
+        text = f"# %% [markdown]\n# # {title}\n#\n" + re.sub(
+            "^", "# ", about, flags=re.M
+        )
+        notebook = jupytext.reads(f"{text}\n\n# %%\n{code}\n", fmt="py:percent")
+        write_notebook(app, f"algorithms/{name}", notebook)
 
 
 def setup(app) -> None:
     app.connect("source-read", add_contents)
     app.connect("doctree-read", link_to_repository)
     app.connect("autodoc-process-docstring", fix_docstring, priority=400)
+    app.connect("html-page-context", describe)
+    app.connect("build-finished", write_indexes)
     app.connect("build-finished", write_notebooks)
