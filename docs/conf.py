@@ -51,6 +51,7 @@ author = copyright = PROJECT["authors"][0]["name"]
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
@@ -80,6 +81,8 @@ add_module_names = False
 autodoc_mock_imports = ["apache_beam"]  # of a base class
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
+autosummary_generate = False  # tables only: entries are on the pages
+napoleon_custom_sections = [("Attributes", "params_style")]  # no entries of their own
 python_use_unqualified_type_names = True
 toc_object_entries_show_parents = "hide"
 maximum_signature_line_length = 70
@@ -112,7 +115,7 @@ html_theme_options = {
     "logo": {"text": project, "image_light": "images/favicon.svg"},
     "github_url": REPOSITORY,
     "header_links_before_dropdown": 8,
-    "navbar_end": ["version-switcher", "theme-switcher", "navbar-icon-links"],
+    "navbar_start": ["navbar-logo", "version-switcher"],
     "switcher": {
         "json_url": urljoin(html_baseurl, "switcher.json"),
         "version_match": version,
@@ -183,6 +186,22 @@ def gallery_contents(text: str) -> dict[str, list[str]]:
     }
 
 
+def entry_tables(text: str) -> str:
+    """The pages of the API, each with its entries and their first sentences."""
+
+    def section(match) -> str:
+        page = (DOCS / "api" / match[2]).read_text()
+        entries = re.findall(r"^\.\. auto\w+:: ([\w.]+)", page, re.M)
+        shown = [x if x.endswith(".compile") else f"~{x}" for x in entries]
+        names = "\n".join(f"   {name}" for name in shown)
+        table = (
+            f"```{{eval-rst}}\n.. autosummary::\n   :nosignatures:\n\n{names}\n```\n"
+        )
+        return f"## [{match[1]}]({match[2]})\n\n{match[3]}\n\n{table if names else ''}"
+
+    return re.sub(r"^\* \[(.+)\]\((.+)\): (.+)$", section, text, flags=re.M)
+
+
 def add_contents(app, name, source) -> None:
     """Adds a table of contents to a section, and the whole file to an example.
 
@@ -191,6 +210,8 @@ def add_contents(app, name, source) -> None:
     if name != "gallery/index":
         figure = r"^(!\[.+\.png\))$"
         source[0] = re.sub(figure, r'\1{width="100%"}', source[0], flags=re.M)
+    if name == "api/index":
+        source[0] = entry_tables(source[0])
     if pages := CONTENTS.get(name):
         tables = {"": pages.split()}
         if name == "gallery/index":
@@ -277,10 +298,10 @@ def write_indexes(app, exception) -> None:
     if exception is not None:
         return
     versions = [
-        {"name": name, "version": name, "url": urljoin(html_baseurl, place)}
+        {"version": name, "url": urljoin(html_baseurl, place)}
         for name, place in VERSIONS.items()
     ]
-    versions[0] |= {"name": f"{version} (stable)", "preferred": True}
+    versions[0]["preferred"] = True
     Path(app.outdir, "switcher.json").write_text(json.dumps(versions, indent=1))
     parts = [f"# {project}", f"> {PROJECT['description']}.", f"Source: {REPOSITORY}"]
     for section in app.env.toctree_includes["index"]:
