@@ -1,11 +1,12 @@
-"""Draw the README's figure from the committed tables of the benchmarks.
+"""Draw the figures of the README and of the benchmarks' page from the committed tables.
 
     python -m benchmarks.proofs
 
-Four panels, and nothing in them is measured here: `benchmarks.plans` measured memory,
-`benchmarks.combinations` the collectives, `benchmarks.ledgers` the bytes of algorithms
-and `benchmarks.same_numbers` the engines. Text and lines have colors that can be read
-on white and on black, and the background is transparent.
+Nothing in them is measured here: `benchmarks.run` measured times, `benchmarks.plans`
+memory and planning, `benchmarks.combinations` the collectives, `benchmarks.ledgers` the
+bytes of algorithms, `benchmarks.plan_files` files, `benchmarks.engines` and
+`benchmarks.same_numbers` the engines. Text and lines have colors that can be read on
+white and on black, and the background is transparent.
 """
 
 import argparse
@@ -23,6 +24,14 @@ MEMORY = "plans-jax-0.12.0.1.md"
 COLLECTIVES = "combinations-jax-0.12.0.1.md"
 LEDGERS = "ledgers.md"
 ENGINES = "same-numbers.md"
+TIMES = "summary.md"
+PLAN_FILES = "plan_files-jax-0.12.0.1.md"
+LOADED = "load, and lower what is loaded / plan and lower"
+ROUNDS = {  # of an engine and of the reference loop
+    "Ray": "engines-ray-jax-0.12.0.1.md",
+    "Beam": "engines-beam-jax-0.12.0.1.md",
+    "Flower": "engines-flower-jax-0.12.0.1.md",
+}
 TASK, DEVICES = "gradient through 5 rounds", "1"
 
 GRAY, BLUE, ORANGE, GREEN = "#768390", "#2f81f7", "#d4762c", "#3d9a50"
@@ -91,6 +100,36 @@ def differences() -> dict[str, dict[str, float]]:
         line[0]: dict(zip(engines, map(float, line[1:]), strict=True))
         for line in lines(ENGINES, 5)
     }
+
+
+def run_times() -> dict[str, dict[str, float]]:
+    """Run time relative to hand-written code, by task and implementation."""
+    result: dict[str, dict[str, float]] = {}
+    for line in lines(TIMES, 6, "| task | implementation | run / hand-written |"):
+        result.setdefault(line[0], {})[line[1]] = number(line[2])
+    return result
+
+
+def planning() -> dict[str, float]:
+    """Time of `drjax.jit` relative to `jax.jit`, to trace and lower, by program."""
+    found = lines(MEMORY, 6, "## Time to plan and lower")
+    return {line[0]: number(line[4]) for line in found}
+
+
+def plan_files() -> dict[str, list[float]]:
+    """Milliseconds to plan, lower, save, load, and lower what is loaded, by program."""
+    return {x[0]: [*map(number, x[1:])] for x in lines(PLAN_FILES, 6, "## Times")}
+
+
+def engine_rounds() -> dict[str, dict[str, float]]:
+    """Seconds of the last warm run, of each engine and of the reference loop."""
+    result = {}
+    for name, file in ROUNDS.items():
+        text = (RESULTS / file).read_text()
+        table = next(x for x in text.splitlines() if x.startswith("| seconds"))
+        found = lines(file, table.count("|") - 1, table)
+        result[name] = {line[0]: number(line[-1]) for line in found}
+    return result
 
 
 def _memory(ax: Axes) -> None:
@@ -169,6 +208,136 @@ def _engines(ax: Axes) -> None:
     ax.legend(loc="upper left")
 
 
+def _times(ax: Axes) -> None:
+    measured = run_times()
+    ways = {"drjax": BLUE, "google drjax": GRAY, "jit(vmap)": ORANGE}
+    for i, (way, color) in enumerate(ways.items()):
+        y = [j + 0.25 * (i - 1) for j in range(len(measured))]
+        ax.barh(y, [x[way] for x in measured.values()], 0.22, color=color, label=way)
+    ax.set_yticks(range(len(measured)), [*measured])
+    ax.axvline(1, color=GRAY, lw=1, ls="--")
+    ax.invert_yaxis()
+    ax.set(xlabel="run time / hand-written shard_map with vmap")
+    ax.set_title("Run time on 8 devices", loc="left")
+    ax.legend()
+
+
+def _planning(ax: Axes) -> None:
+    measured = {k: v for k, v in planning().items() if k.startswith("10,000")}
+    ax.barh([*measured], [*measured.values()], 0.6, color=BLUE)
+    ax.axvline(1, color=GRAY, lw=1, ls="--")
+    ax.invert_yaxis()
+    ax.set(xlabel="drjax.jit / jax.jit, time to trace, plan and lower")
+    ax.set_title("Planning of long programs", loc="left")
+
+
+def _plan_files(ax: Axes) -> None:
+    steps = ("plan", "lower", "save", "load", "lower loaded")
+    for i, (name, values) in enumerate(plan_files().items()):
+        y = [j + 0.35 * (i - 0.5) for j in range(len(steps))]
+        ax.barh(y, values, 0.32, color=(ORANGE, BLUE)[i], label=name)
+    ax.set_yticks(range(len(steps)), steps)
+    ax.set_xscale("log")
+    ax.set_xlim(left=10)
+    ax.invert_yaxis()
+    ax.set(xlabel="CPU time, ms, with cold caches")
+    ax.set_title("Plan files", loc="left")
+    ax.legend()
+
+
+def _engine_rounds(ax: Axes) -> None:
+    measured = {k: v for k, v in engine_rounds().items() if k != "Flower"}
+    for i, way in enumerate(("engine", "reference")):
+        y = [j + 0.35 * (i - 0.5) for j in range(len(measured))]
+        label = "two workers" if way == "engine" else "reference loop"
+        values = [x[way] for x in measured.values()]
+        ax.barh(y, values, 0.32, color=(BLUE, GRAY)[i], label=label)
+    ax.set_yticks(range(len(measured)), [*measured])
+    ax.invert_yaxis()
+    ax.set(xlabel="seconds, 10,000 tiny groups, warm")
+    ax.set_title("Rounds of engines", loc="left")
+    ax.legend()
+
+
+PANELS = {  # of the page of benchmarks
+    "times": _times,
+    "collectives": _collectives,
+    "memory": _memory,
+    "planning": _planning,
+    "ledgers": _ledgers,
+    "plan_files": _plan_files,
+    "engine_rounds": _engine_rounds,
+    "engines": _engines,
+}
+
+
+def summary() -> str:
+    """A sentence and a figure for each result, in Markdown, from the tables."""
+    times = run_times()
+    ours = [x["drjax"] for x in times.values()]
+    sent = collective_bytes().values()
+    equal = sum(x["drjax"] == x["shard_map"] for x in sent)
+    temp = memory()
+    flat, whole = temp["drjax.jit, 1"], temp["jax.jit of the program"]
+    slow = max(planning().items(), key=lambda x: x[1])
+    load = {x[0]: x[2] for x in lines(PLAN_FILES, 4, "## Goals")}
+    load_share = number(load[LOADED].removeprefix("median ").replace(",", " "))
+    rounds = {k: x["engine"] / x["reference"] for k, x in engine_rounds().items()}
+    worst = max(max(x.values()) for x in differences().values())
+    model = ledgers()
+    sgd, local = (model[x][1] for x in ("SGD, averaged each step",
+                                        "local SGD, FedAvg, DiLoCo"))  # fmt: skip
+    said = {
+        "times": (
+            "Run time",
+            f"Three tasks of 64 groups take {min(ours):.2f} to {max(ours):.2f} times "
+            "as long as hand-written `shard_map` ([table](#the-blocks)).",
+        ),
+        "collectives": (
+            "Communication",
+            f"{equal} of {len(sent)} [operations](#ways-to-move-and-combine-groups) "
+            "under `jax.jit` send the bytes of hand-written `shard_map`.",
+        ),
+        "memory": (
+            "Memory",
+            f"A gradient through five rounds takes {flat[0]:.1f} MB for 8 groups on a "
+            f"device and {flat[-1]:.1f} MB for 4096 by `drjax.jit`, and "
+            f"{whole[-1]:,.0f} MB by `jax.jit` ([plans](#plans)).",
+        ),
+        "planning": (
+            "Planning",
+            f"It costs {min(planning().values()):.1f} to {slow[1]:.1f} times what "
+            f"`jax.jit` takes to trace and lower, most for {slow[0]} "
+            "([times](#time-to-plan-and-lower)).",
+        ),
+        "ledgers": (
+            "Bytes of algorithms",
+            f"For 8 gradients of a 4 MB model a group sends {sgd:.0f} MB by SGD and "
+            f"{local:.0f} MB by DiLoCo, [as their plans say](#bytes-of-algorithms).",
+        ),
+        "plan_files": (
+            "Plan files",
+            f"To load a [file](#plan-files) and lower it takes {load_share:.2f} of the "
+            "time to plan and lower the program, in the median.",
+        ),
+        "engine_rounds": (
+            "Engines",
+            f"10,000 tiny groups in two workers take {rounds['Ray']:.2f} of the time "
+            f"of a loop over groups on Ray, and {rounds['Beam']:.2f} on Beam "
+            "([engines](#engines)).",
+        ),
+        "engines": (
+            "The same numbers",
+            f"One plan file on four engines differs by at most {worst:.0e} "
+            "([table](#the-same-numbers)).",
+        ),
+    }
+    return "\n\n".join(
+        f"**{title}.** {sentence}\n\n![{title}](images/benchmark_{name}.svg)"
+        for name, (title, sentence) in said.items()
+    )
+
+
 def draw() -> Figure:
     """The figure with its four panels."""
     with matplotlib.rc_context(STYLE):
@@ -180,15 +349,25 @@ def draw() -> Figure:
         return figure
 
 
-def main() -> None:
-    """Writes the figure."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/images/proofs.svg")
-    out = parser.parse_args().out
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure = draw()
+def draw_panel(name: str) -> Figure:
+    """One panel of the benchmarks' page."""
     with matplotlib.rc_context(STYLE):
-        figure.savefig(out, transparent=True, metadata={"Date": None})
+        figure = Figure(figsize=(6.4, 2.8), layout="constrained")
+        PANELS[name](figure.subplots())
+        return figure
+
+
+def main() -> None:
+    """Writes the figures."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/images")
+    out = parser.parse_args().out
+    out.mkdir(parents=True, exist_ok=True)
+    figures = {f"benchmark_{name}": draw_panel(name) for name in PANELS}
+    with matplotlib.rc_context(STYLE):
+        for name, figure in {"proofs": draw(), **figures}.items():
+            path = out / f"{name}.svg"
+            figure.savefig(path, transparent=True, metadata={"Date": None})
 
 
 if __name__ == "__main__":

@@ -7,19 +7,21 @@ A part of a page is between two comments, of which the first says what it is:
     <!-- part: ../benchmarks/results/summary.md offset=1 -->
     <!-- part: ../examples/plans.py object=plans -->
     <!-- part: cards -->
+    <!-- part: results -->
     <!-- end of part -->
 
 A file of Markdown is taken as it is, with headings that are deeper by `offset`, and
 from behind the text `after`; code is fenced, and may be one `object` of a file. `cards`
-are the reproductions, in groups. The pages of the gallery are written as a whole: the
-docstrings and the results of the reproductions, and the algorithms that they import. A
-test compares all of it.
+are the reproductions, in groups, and `results` those of the benchmarks. The pages of
+the gallery are written as a whole: the docstrings and the results of the reproductions,
+and the algorithms that they import. A test compares all of it.
 """
 
 import ast
 import json
 import re
 import shlex
+import sys
 import textwrap
 from pathlib import Path
 
@@ -154,6 +156,11 @@ def part(page: Path, source: str) -> str:
     """The text of a part."""
     if source == "cards":
         return cards()
+    if source == "results":
+        sys.path.insert(0, str(ROOT))
+        from benchmarks import proofs
+
+        return proofs.summary()
     target, *options = shlex.split(source)
     option = dict(x.split("=", 1) for x in options)
     path = page.parent / target

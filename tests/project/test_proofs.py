@@ -59,3 +59,11 @@ def test_the_figure_shows_every_table():
     panels = [axes.get_title("left") for axes in proofs.draw().axes]
     assert len(panels) == 4
     assert len(re.findall(r'<g id="axes_\d+">', text)) == 4
+
+
+@pytest.mark.parametrize("name", proofs.PANELS)
+def test_each_result_of_the_page_has_a_figure_and_a_sentence(name):
+    (axes,) = proofs.draw_panel(name).axes
+    assert axes.has_data() and axes.get_title("left")
+    assert (ROOT / f"docs/images/benchmark_{name}.svg").exists()
+    assert f"](images/benchmark_{name}.svg)" in proofs.summary()
