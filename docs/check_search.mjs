@@ -1,9 +1,10 @@
-// Words for which people search must find the intended page among the first three.
+// Words for which people search must find the intended page: those of search.json first,
+// others among the first three.
 //
 //     node docs/check_search.mjs runs/site
 //
 // The search is that of the built site: its own code and index.
-import { readFileSync } from "node:fs";
+import { existsSync, readFileSync } from "node:fs";
 import vm from "node:vm";
 
 const WORDS = {
@@ -24,8 +25,13 @@ const files = ["_static/language_data.js", "_static/searchtools.js"].map((x) => 
 const code = files.map((x) => readFileSync(x, "utf8")).join("\n");
 vm.runInContext(`${code}\nwindow.Search = Search;`, context);
 vm.runInContext(readFileSync(`${site}/searchindex.js`, "utf8"), context);
-const first = (word) =>
+const found = (word) =>
   [...new Set(context.Search._performSearch(...context.Search._parseQuery(word)).reverse().map((x) => x[0]))].slice(0, 3);
-const wrong = Object.entries(WORDS).filter(([word, page]) => !first(word).some((x) => RegExp(`^(${page})$`).test(x)));
-for (const [word, page] of wrong) console.error(`${word}: ${first(word)}, without ${page}`);
+const wrong = Object.entries(WORDS).filter(([word, page]) => !found(word).some((x) => RegExp(`^(${page})$`).test(x)));
+const searched = JSON.parse(readFileSync(new URL("search.json", import.meta.url)));
+for (const [word, pages] of Object.entries(searched)) {
+  const page = pages.find((x) => existsSync(`${site}/${x}.html`));
+  if (found(word)[0] !== page) wrong.push([word, page]);
+}
+for (const [word, page] of wrong) console.error(`${word}: ${found(word)}, without ${page}`);
 process.exit(wrong.length);

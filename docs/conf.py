@@ -144,6 +144,13 @@ CONTENTS = {
 }
 
 
+# The words that people search for, and the page that they mean: the first there is.
+SEARCHED = {
+    word: next(page for page in pages if (DOCS / f"{page}.md").exists())
+    for word, pages in json.loads((DOCS / "search.json").read_text()).items()
+}
+
+
 CARD = re.compile(
     r"### \[(?P<title>.+)\]\((?P<page>\w+)\.md\)\n\n"
     r"!\[(?P<about>.+)\]\((?P<figure>.+)\)\n\n"
@@ -210,6 +217,12 @@ def add_contents(app, name, source) -> None:
     if name != "gallery/index":
         figure = r"^(!\[.+\.png\))$"
         source[0] = re.sub(figure, r'\1{width="100%"}', source[0], flags=re.M)
+    words = [word for word, page in SEARCHED.items() if page == name]
+    if words:  # behind the title, where a result of the search leads
+        entries = "".join(f"\n```{{index}} ! {word}\n```\n" for word in words)
+        source[0] = re.sub(
+            r"^(# .+\n)", rf"\1{entries}", source[0], count=1, flags=re.M
+        )
     if name == "api/index":
         source[0] = entry_tables(source[0])
     if pages := CONTENTS.get(name):
