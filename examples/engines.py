@@ -27,10 +27,10 @@ from rich.table import Table
 import drjax
 from drjax.plan import Plan
 from examples import plans
+from examples.algorithms import maml
 from examples.common.rounds import Round
 from examples.common.sinusoid import init, sample_task
 from examples.plans import CLIENTS, LOCAL_STEPS
-from examples.reproductions.maml import META_BATCH, parallel_maml_gradients
 
 ENGINES = "reference", "xla", "ray", "beam", "flower"
 # Each has a function `engine_round`. Robust aggregation is not for Flower: clients
@@ -72,8 +72,9 @@ def local_sgd() -> Round:
 
 def maml_gradients() -> Round:
     """The gradient of MAML on sinusoids."""
-    tasks = jax.vmap(sample_task)(jax.random.split(jax.random.key(1), META_BATCH))
-    step = lambda shared, own, data: (parallel_maml_gradients(*shared, data), own)
+    tasks = jax.vmap(sample_task)(jax.random.split(jax.random.key(1), maml.META_BATCH))
+    gradients = jax.grad(maml.meta_loss, argnums=(0, 1))
+    step = lambda shared, own, data: (gradients(*shared, data), own)
     return Round(step, (init(jax.random.key(0)), np.float32(0.01)), (), tasks)
 
 

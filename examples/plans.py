@@ -19,8 +19,8 @@ from jax import Array
 
 import drjax
 from drjax.plan import Plan
+from examples.algorithms import maml
 from examples.common.sinusoid import Model, Points, init, loss, sample_task
-from examples.reproductions import maml
 
 CLIENTS = 64
 LOCAL_STEPS = 4
@@ -63,10 +63,10 @@ def plans() -> dict[str, Plan]:
     tasks = shape(jax.vmap(sample_task), keys)
     lr = jax.ShapeDtypeStruct((), jnp.float32)
     points = jax.ShapeDtypeStruct((CLIENTS, LOCAL_STEPS, 10), jnp.float32)
-    gradients = maml.parallel_maml_gradients
+    gradients = jax.grad(maml.meta_loss, argnums=(0, 1))
     return {
         "local_sgd": drjax.make_plan(local_sgd)(model, (points, points)),
-        "maml": drjax.make_plan(maml.parallel_maml_loss)(model, lr, tasks),
+        "maml": drjax.make_plan(maml.meta_loss)(model, lr, tasks),
         "maml_gradients": drjax.make_plan(gradients)(model, lr, tasks),
     }
 

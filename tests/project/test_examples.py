@@ -47,6 +47,7 @@ def test_help_runs_nothing(name):
 @pytest.mark.slow
 def test_maml_beats_pretraining(tmp_path):
     flags = ("--output", tmp_path, "--steps", "10000", "--test-tasks", "200")
+    flags += "--seeds", "1"
     out = run("-m", "examples.reproductions.maml", *flags).stdout
     assert "loss: drjax_broadcast x 7, drjax_map_fn, drjax_reduce_mean\n" in out
     errors = json.loads((tmp_path / "results.json").read_text())["numbers"]
