@@ -21,7 +21,9 @@ whose bounds keep a step of h from leaving what is sensible.
 The gradient of T rounds is T rounds of the same kind, forward and backward. `jax.jit`
 saves the residuals of all local steps of all clients; with `jax.checkpoint` around a
 round it saves a model for each round, and the residuals of all clients in one round.
-`drjax.jit` rematerializes a client's work, one client of a device at a time.
+`drjax.jit` rematerializes a client's work, one client of a device at a time. In the
+truncated form the scan over rounds is within another, where `drjax.jit` needs
+`jax.checkpoint` around a round as well.
 
 Half of the clients have random labels, and the server does not know which.
 """
@@ -29,7 +31,6 @@ Half of the clients have random labels, and the server does not know which.
 import dataclasses
 import itertools
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import drjax
+from examples.algorithms import self_tuning, self_tuning_truncated
 from examples.common import clients, digits, results
 from examples.common.devices import make_mesh
 from examples.common.network import apply, init, loss
@@ -82,127 +84,63 @@ class Config:
     groups_per_step: int | None = 1
     """Clients of a device that run at once; all by default."""
     seed: int = 0
-    """Seed of the initial model, the partition, the labels and the batches."""
+    """First seed of the initial model, the partition, the labels and the batches."""
+    seeds: int = 3
+    """Runs of as many seeds."""
 
 
 DEFAULT = 0.1, 1.0  # the inner and the outer rate
 RATES = [*itertools.product((0.1, 0.2, 0.4, 0.8), (0.7, 1.0, 1.4))]
 
 
-class Hyper(NamedTuple):
-    """Hyperparameters without bounds; `bounded` has what they stand for."""
-
-    weights: Array  # [clients]
-    inner: Array
-    outer: Array
-
-
-def bounded(hyper: Hyper) -> Hyper:
-    """Weights and the inner rate in (0, 1), and the outer rate in (0, 2)."""
-    return Hyper(*map(jax.nn.sigmoid, hyper))._replace(
-        outer=2 * jax.nn.sigmoid(hyper.outer)
-    )
-
-
-def unbounded(inner: float, outer: float, n: int) -> Hyper:
-    """The hyperparameters for these rates and for n equal weights."""
-    logit = lambda x: jnp.log(x / (1 - x))
-    return Hyper(jnp.zeros(n), logit(jnp.float32(inner)), logit(jnp.float32(outer / 2)))
-
-
-# --8<-- [start:algorithm]
-def make_round(config: Config):
-    def client_update(params, rate, examples, key):
-        def step(local, key):
-            ids = jax.random.randint(key, (config.batch,), 0, len(examples.y))
-            grads = jax.grad(loss)(local, jax.tree.map(lambda x: x[ids], examples))
-            return optax.tree.add_scale(local, -rate, grads), None
-
-        local, _ = jax.lax.scan(step, params, jax.random.split(key, config.steps))
-        return optax.tree.sub(params, local)
-
-    @drjax.program(clients=config.clients)
-    def train_round(params, hyper: Hyper, examples, keys):
-        weights, inner, outer = bounded(hyper)
-        shared = drjax.broadcast((params, inner))
-        updates = drjax.map_fn(client_update, (*shared, examples, keys))
-        update = drjax.reduce_weighted_mean(updates, drjax.scatter(weights))
-        return optax.tree.add_scale(params, -outer, update)
-
-    return train_round
-
-
-def train(train_round, hyper, params, examples, validation, keys):
-    """The loss after a round for each of keys `[rounds, clients]`, and the model."""
-    step = lambda params, keys: (train_round(params, hyper, examples, keys), None)
-    params, _ = jax.lax.scan(step, params, keys)
-    return loss(params, validation), params
-
-
-def train_truncated(train_round, adam, state, params, examples, validation, keys):
-    """The same, with a step of Adam for `state` by window: keys `[windows, K, n]`."""
-    value_and_grad = jax.value_and_grad(train, argnums=1, has_aux=True)
-
-    def window(carry, keys):
-        (hyper, moments), params = carry
-        args = hyper, params, examples, validation, keys
-        (value, params), grads = value_and_grad(train_round, *args)
-        updates, moments = adam.update(grads, moments)
-        return ((optax.apply_updates(hyper, updates), moments), params), value
-
-    (state, params), values = jax.lax.scan(window, (state, params), keys)
-    return state, values[-1]
-
-
-# --8<-- [end:algorithm]
-def make_data(config: Config):
+def make_data(config: Config, seed: int):
     """The clients' digits, some with random labels; the server's; those of the test."""
     data, test = digits.load_mnist()
     pick = lambda i: jax.tree.map(lambda x: jnp.asarray(x[i]), data)
-    order = np.random.default_rng(config.seed).permutation(len(data.y))
+    order = np.random.default_rng(seed).permutation(len(data.y))
     own, rest = np.split(order, [config.validation])
-    parts = clients.split_iid(data.y[rest], config.clients, config.seed)
+    parts = clients.split_iid(data.y[rest], config.clients, seed)
     size = min(map(len, parts))
     examples = pick(np.stack([rest[part[:size]] for part in parts]))
     labels = jax.random.randint(
-        jax.random.key(config.seed), examples.y.shape, 0, 10, examples.y.dtype
+        jax.random.key(seed), examples.y.shape, 0, 10, examples.y.dtype
     )
-    noisy = jnp.arange(config.clients) < round(config.noisy * config.clients)
-    labels = jnp.where(noisy[:, None], labels, examples.y)
-    return examples._replace(y=labels), noisy, pick(own), test
+    labels = jnp.where(noisy_clients(config)[:, None], labels, examples.y)
+    return examples._replace(y=labels), pick(own), test
 
 
-def round_keys(config: Config, number: int) -> Array:
+def noisy_clients(config: Config) -> Array:
+    """Which clients have random labels."""
+    return jnp.arange(config.clients) < round(config.noisy * config.clients)
+
+
+def round_keys(config: Config, seed: int, number: int) -> Array:
     """Keys of training `number`, for each round and client: `[rounds, clients]`."""
-    key = jax.random.fold_in(jax.random.key(config.seed), number)
+    key = jax.random.fold_in(jax.random.key(seed), number)
     rounds = jax.random.split(key, config.rounds)
     ids = jnp.arange(config.clients)
     return jax.vmap(clients.client_keys, in_axes=(0, None))(rounds, ids)
 
 
-def tune(config: Config, name: str, train_round, params, data):
+def make_steps(config: Config, train_round, adam):
+    """The forms of tuning: a function for each pass."""
+    steps = {
+        "all rounds": self_tuning.make_step(train_round, adam),
+        "truncated": self_tuning_truncated.make_step(train_round, adam, config.window),
+    }
+    return {
+        name: drjax.jit(step, groups_per_step=config.groups_per_step)
+        for name, step in steps.items()
+        if config.only in name
+    }
+
+
+def tune(config: Config, seed: int, name: str, step, adam, args):
     """The hyperparameters after all passes, and the validation loss in each."""
-    adam = optax.adam(config.meta_rate)
-    value_and_grad = jax.value_and_grad(train, argnums=1, has_aux=True)
-
-    def full(state, params, examples, validation, keys):
-        hyper, moments = state
-        args = hyper, params, examples, validation, keys
-        (value, _), grads = value_and_grad(train_round, *args)
-        updates, moments = adam.update(grads, moments)
-        return (optax.apply_updates(hyper, updates), moments), value
-
-    def truncated(state, params, examples, validation, keys):
-        keys = keys.reshape(-1, config.window, config.clients)
-        args = state, params, examples, validation, keys
-        return train_truncated(train_round, adam, *args)
-
-    step = {"all rounds": full, "truncated": truncated}[name]
-    step = drjax.jit(step, groups_per_step=config.groups_per_step)
-    hyper, values = unbounded(*DEFAULT, config.clients), []
+    hyper, values = self_tuning.unbounded(*DEFAULT, config.clients), []
     state = replicated((hyper, adam.init(hyper)))
     for number in tqdm(range(config.passes), name, leave=False):
-        state, value = step(state, params, *data, round_keys(config, number))
+        state, value, _ = step(state, *args, round_keys(config, seed, number))
         state = replicated(jax.block_until_ready(state))
         values.append(float(value))
     return state[0], values
@@ -215,11 +153,9 @@ def replicated(tree):
 
 def temporary_bytes(config: Config, train_round, args) -> dict[str, list[int]]:
     """Of the gradient through 1/4, 1/2 and all rounds, by how it is compiled."""
-    hyper, params, examples, validation, keys = args
+    *args, keys = args
     plain, saved = (
-        lambda *args, fn=fn: jax.value_and_grad(train, argnums=1, has_aux=True)(
-            fn, *args
-        )
+        jax.value_and_grad(self_tuning.make_objective(fn), has_aux=True)
         for fn in (train_round, jax.checkpoint(train_round))
     )
     ways = {
@@ -229,9 +165,7 @@ def temporary_bytes(config: Config, train_round, args) -> dict[str, list[int]]:
     }
     return {
         name: [
-            drjax.collectives(step)(
-                hyper, params, examples, validation, keys[:rounds]
-            ).temp_bytes
+            drjax.collectives(step)(*args, keys[:rounds]).temp_bytes
             for rounds in lengths(config)
         ]
         for name, step in ways.items()
@@ -242,66 +176,97 @@ def lengths(config: Config) -> list[int]:
     return [config.rounds // k for k in (4, 2, 1)]
 
 
+FIXED, CLEAN = f"fixed, best of {len(RATES)} rates", "best rates, clean clients"
+
+
+def run(config: Config, seed: int, fit, steps, adam):
+    """The table's numbers of a seed, by name, and the losses of the passes."""
+    examples, validation, test = make_data(config, seed)
+    params = init(jax.random.split(jax.random.key(seed)), 784, config.width)
+    new = round_keys(config, seed, config.passes)  # the batches of no pass
+    args = params, examples, validation
+    grid = [self_tuning.unbounded(*rates, config.clients) for rates in RATES]
+    best = min(grid, key=lambda h: float(fit(replicated(h), *args, new)[0]))
+    runs = {"fixed, default rates": self_tuning.unbounded(*DEFAULT, config.clients)}
+    runs[FIXED], curves = best, {}
+    for name, step in steps.items():
+        hyper, curves[name] = tune(config, seed, name, step, adam, args)
+        runs[f"tuned, {name}"] = hyper
+    noisy = noisy_clients(config)
+    runs[CLEAN] = jnp.where(noisy, -20.0, 20.0), *best[1:]
+    cells = {}
+    for name, hyper in runs.items():
+        value, model = fit(replicated(hyper), *args, new)
+        right = (apply(model, test.x).argmax(-1) == test.y).mean()
+        weights, inner, outer = self_tuning.bounded(hyper)
+        clean = weights[~noisy].sum() / weights.sum()
+        row = inner, outer, clean, value, loss(model, test), right
+        cells[name] = [float(x) for x in row]
+    return cells, curves, (best, *args, new)
+
+
 def main(config: Config) -> results.Results:
     """Tunes in both forms, and compares with fixed hyperparameters."""
     mesh = make_mesh(config.devices, "clients")
-    examples, noisy, validation, test = make_data(config)
-    keys = jax.random.split(jax.random.key(config.seed))
-    params = init(keys, 784, config.width)
-    train_round = make_round(config)
-    new = round_keys(config, config.passes)  # the batches of no pass
-    fit = lambda hyper: train(train_round, hyper, params, examples, validation, new)
+    adam = optax.adam(config.meta_rate)
+    train_round = self_tuning.make_round(config.clients, config.steps, config.batch)
+    fit = self_tuning.make_objective(train_round)
     fit = drjax.jit(fit, groups_per_step=config.groups_per_step)
-    curves, sizes = {}, {}
+    steps = make_steps(config, train_round, adam)
+    seeds, sizes = range(config.seed, config.seed + config.seeds), {}
     with jax.set_mesh(mesh):
-        grid = [unbounded(*rates, config.clients) for rates in RATES]
-        best = min(grid, key=lambda hyper: float(fit(replicated(hyper))[0]))
-        fixed = f"fixed, best of {len(grid)} rates"
-        runs = {"fixed, default rates": unbounded(*DEFAULT, config.clients)}
-        runs[fixed] = best
-        for name in [
-            name for name in ("all rounds", "truncated") if config.only in name
-        ]:
-            args = train_round, params, (examples, validation)
-            runs[f"tuned, {name}"], curves[name] = tune(config, name, *args)
-        weights = jnp.where(noisy, -20.0, 20.0)
-        runs["best rates, clean clients"] = best._replace(weights=weights)
-        table, losses = [], {}
-        for name, hyper in runs.items():
-            value, model = fit(replicated(hyper))
-            losses[name] = float(loss(model, test))
-            right = (apply(model, test.x).argmax(-1) == test.y).mean()
-            weights, inner, outer = bounded(hyper)
-            clean = weights[~noisy].sum() / weights.sum()
-            cells = f"{inner:.2f}", f"{outer:.2f}", f"{clean:.1%}", f"{value:.3f}"
-            table.append([name, *cells, f"{losses[name]:.3f}", f"{right:.1%}"])
+        runs = [run(config, seed, fit, steps, adam) for seed in seeds]
         if config.memory:
-            args = best, params, examples, validation, new
-            sizes = temporary_bytes(config, train_round, args)
-    levels = {name: float(line[4]) for name, line in zip(runs, table, strict=True)}
-    levels = {name: levels[name] for name in (fixed, "best rates, clean clients")}
-    last = [name for name in runs if name.startswith("tuned")]
+            sizes = temporary_bytes(config, train_round, runs[0][2])
+    cells = {name: np.array([x[0][name] for x in runs]) for name in runs[0][0]}
+    table = []
+    for name, all_cells in cells.items():
+        mean, spread = all_cells.mean(0), all_cells.std(0)
+        table.append([
+            name,
+            f"{mean[0]:.2f}, {mean[1]:.2f}",
+            f"{mean[2]:.1%}",
+            *(f"{mean[i]:.3f} ± {spread[i]:.3f}" for i in (3, 4)),
+            f"{mean[5]:.1%} ± {spread[5]:.1%}",
+        ])  # fmt: skip
+    curves = {
+        name: np.mean([x[1][name] for x in runs], 0).tolist() for name in runs[0][1]
+    }
+    levels = {name: cells[name][:, 3].mean() for name in (FIXED, CLEAN)}
+    losses = {name: all_cells[:, 4] for name, all_cells in cells.items()}
+    tuned = next(name for name in losses if name.startswith("tuned"))
+    lower = int((losses[tuned] < losses[FIXED]).sum())
+    shown = [f"{x.mean():.3f} ± {x.std():.3f}" for x in (losses[tuned], losses[FIXED])]
     megabytes = {
         name: ", ".join(f"{size / 1e6:.1f}" for size in values)
         for name, values in sizes.items()
     }
+    memory = ", ".join(f"{name} {x[-1] / 1e6:.1f}" for name, x in sizes.items())
+    memory = memory and f"; temporary MB: {memory.replace('jax.jit and', 'with')}"
     result = results.Results(
         title=f"{config.rounds} rounds, {config.noisy:.0%} of the clients with random "
-        "labels",
+        f"labels; means and spread of {config.seeds} seeds",
         columns=[
             *("", "rates, inner and outer", "weight of clean clients"),
             *("validation loss", "test loss", "test accuracy"),
         ],
-        table=[[name, f"{x}, {y}", *rest] for name, x, y, *rest in table],
-        measured="Test loss "
-        + ", ".join(f"{losses[name]:.3f} ({name})" for name in (*last, fixed))
-        + "; temporary MB of the gradient through "
-        + f"{config.rounds} rounds: "
-        + ", ".join(f"{name} {x[-1] / 1e6:.1f}" for name, x in sizes.items())
-        + ".",
+        table=table,
+        measured=f"Test loss {shown[0]} tuned, {shown[1]} with the best fixed rates"
+        f"{memory}.",
         paper="none on this task: the paper tunes on larger federated data sets, and "
         "its claim is that tuned hyperparameters are better than fixed ones.",
-        numbers=curves | {"test loss": list(losses.values())},
+        badge="no published number",
+        verdict=f"tuned hyperparameters ({tuned.removeprefix('tuned, ')}) have a lower "
+        f"test loss than the best fixed rates in {lower} of {config.seeds} seeds.",
+        numbers={
+            f"{name}, seed {seed}": values
+            for seed, x in zip(seeds, runs, strict=True)
+            for name, values in x[1].items()
+        }
+        | {
+            f"test loss, seed {seed}": [row[4] for row in x[0].values()]
+            for seed, x in zip(seeds, runs, strict=True)
+        },
         remarks=[
             f"Temporary MB of a device for the gradient through "
             f"{', '.join(map(str, lengths(config)))} rounds, by the compiler's memory "
