@@ -29,7 +29,6 @@ noise.
 """
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -37,12 +36,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from flax import nnx
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import drjax
+from examples.algorithms import evolution
 from examples.common import results
+from examples.common.cart_pole import LONGEST, SOLVED, make_policy
 from examples.common.devices import make_mesh
 
 
@@ -69,112 +69,18 @@ class Config:
     groups_per_step: int | None = None
     """Workers of a device that run at once; all by default."""
     seed: int = 0
-    """Seed of the initial policy, the noise and the episodes."""
+    """First seed of the initial policy, the noise and the episodes."""
+    seeds: int = 3
+    """Trainings of each policy, of as many seeds."""
 
 
-# Of CartPole-v1 in Gymnasium 1.4.0: the threshold, and the longest episode.
-SOLVED, LONGEST = 475.0, 500
-
-
-class Policy(nnx.Module):
-    """Observations `[4]` to the score of a push to the right."""
-
-    def __init__(self, width: int, rngs: nnx.Rngs):
-        self.first = nnx.Linear(4, width, rngs=rngs)
-        self.second = nnx.Linear(width, width, rngs=rngs)
-        self.last = nnx.Linear(width, 1, rngs=rngs)
-
-    def __call__(self, x):
-        return self.last(nnx.tanh(self.second(nnx.tanh(self.first(x)))))[0]
-
-
-def cart_pole(state, force):
-    """The state after 0.02 s: position, velocity, angle and angular velocity."""
-    _, velocity, angle, spin = state
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    push = (force + 0.05 * spin**2 * sin) / 1.1
-    turn = (9.8 * sin - cos * push) / (0.5 * (4 / 3 - 0.1 * cos**2 / 1.1))
-    return state + 0.02 * jnp.stack(
-        [velocity, push - 0.05 * turn * cos / 1.1, spin, turn]
-    )
-
-
-def make_episode(graph):
-    """The return of a policy: the steps until the cart or the pole is out of bounds."""
-
-    def episode(params, key):
-        policy = nnx.merge(graph, params)
-
-        def step(carry, _):
-            state, up = carry
-            state = cart_pole(state, jnp.where(policy(state) > 0, 10.0, -10.0))
-            inside = (abs(state[0]) <= 2.4) & (abs(state[2]) <= jnp.deg2rad(12.0))
-            return (state, up & inside), up
-
-        start = (
-            jax.random.uniform(key, (4,), minval=-0.05, maxval=0.05),
-            jnp.array(True),
-        )
-        return jax.lax.scan(step, start, length=LONGEST)[1].sum(dtype=jnp.float32)
-
-    return episode
-
-
-# --8<-- [start:algorithm]
-def make_noise(params, key, index):
-    key = jax.random.fold_in(key, index)
-    return optax.tree.random_like(key, params, jax.random.normal)
-
-
-def shape_returns(returns):
-    """Ranks of the returns in [-1/2, 1/2], equal ones for equal returns."""
-    flat = returns.ravel()
-    ranks = jnp.sign(flat[:, None] - flat).mean(1) / 2
-    return ranks.reshape(returns.shape)
-
-
-def make_round(
-    episode: Callable, optimizer: optax.GradientTransformation, config: Config
-):
-    @drjax.program(workers=config.workers)
-    def evolve(params, state, key):
-        noise_key, episode_key = jax.random.split(key)
-
-        def evaluate(params, noise_key, episode_key):
-            index = drjax.partition_index()
-            noise = make_noise(params, noise_key, index)
-            key = jax.random.fold_in(episode_key, index)
-            pair = config.sigma, -config.sigma
-            moved = [optax.tree.add_scale(params, sigma, noise) for sigma in pair]
-            return jnp.stack([episode(x, key) for x in moved])
-
-        args = drjax.broadcast((params, noise_key, episode_key))
-        returns = drjax.gather(drjax.map_fn(evaluate, args))  # [workers, 2]
-        ranks = shape_returns(returns)
-
-        def add(total, index):
-            noise = make_noise(params, noise_key, index)
-            return optax.tree.add_scale(
-                total, ranks[index, 0] - ranks[index, 1], noise
-            ), None
-
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        total, _ = jax.lax.scan(add, zeros, jnp.arange(config.workers))
-        gradient = optax.tree.scale(-1 / (2 * config.workers * config.sigma), total)
-        updates, state = optimizer.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state, returns
-
-    return evolve
-
-
-# --8<-- [end:algorithm]
 def make_all_reduce(config: Config):
     """The same gradient, if workers sent what they add to it: the sum of models."""
 
     @drjax.program(workers=config.workers)
     def gradient(params, ranks, noise_key):
         def share(params, ranks, key):
-            noise = make_noise(params, key, drjax.partition_index())
+            noise = evolution.make_noise(params, key, drjax.partition_index())
             return optax.tree.scale(ranks[0] - ranks[1], noise)
 
         params, key = drjax.broadcast((params, noise_key))
@@ -192,12 +98,11 @@ def count_bytes(config: Config, evolve, args) -> tuple[int, int]:
     return returns, plan.communication().up()
 
 
-def train(config: Config, width: int):
+def train(config: Config, width: int, seed: int):
     """Mean returns after each round, the last parameters, and bytes of a round."""
-    graph, params = nnx.split(Policy(width, nnx.Rngs(config.seed)))
-    episode, optimizer = make_episode(graph), optax.adam(config.rate)
-    evolve = make_round(episode, optimizer, config)
-    root = jax.random.key(config.seed)
+    (params, episode), optimizer = make_policy(width, seed), optax.adam(config.rate)
+    evolve = evolution.make_round(episode, optimizer, config.workers, config.sigma)
+    root = jax.random.key(seed)
     state = optimizer.init(params)
     sent = count_bytes(config, evolve, (params, state, root))
 
@@ -221,8 +126,11 @@ def draw(curves, sizes, sent) -> Figure:
     """Returns by round, and bytes by the size of the policy."""
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for name, scores in curves.items():
-        left.plot(np.arange(1, len(scores) + 1), scores, label=name)
+    for i, (name, runs) in enumerate(curves.items()):
+        x = np.arange(1, len(runs[0]) + 1)
+        for scores in runs:
+            left.plot(x, scores, color=f"C{i}", linewidth=0.7, alpha=0.5)
+        left.plot(x, np.mean(runs, 0), color=f"C{i}", label=name)
     left.axhline(SOLVED, color="0.35", linestyle="--", linewidth=1)
     left.set(xlabel="round", ylabel="steps until the pole falls", ylim=(0, 520))
     left.legend()
@@ -238,31 +146,41 @@ def draw(curves, sizes, sent) -> Figure:
 
 
 def main(config: Config) -> results.Results:
-    """Trains a policy of each width, and counts rounds and bytes."""
+    """Trains policies of each width, and counts rounds and bytes."""
     mesh = make_mesh(config.devices, "workers")
     table, curves, numbers, sizes, sent = [], {}, {}, [], []
+    seeds, solved = range(config.seed, config.seed + config.seeds), {}
     for width in tqdm(config.widths, unit="policy"):
         with jax.set_mesh(mesh):
-            scores, noisy, params, nbytes = train(config, width)
+            runs = [train(config, width, seed) for seed in seeds]
+        _, _, params, nbytes = runs[0]
         sizes.append(sum(x.size for x in jax.tree.leaves(params)))
         sent.append(nbytes)
         name = f"{sizes[-1]:,} parameters"
-        curves[name] = scores
-        numbers[f"{name}, mean return with noise"] = noisy
-        numbers[f"{name}, parameters"] = [float(optax.tree.norm(params))]
-        solved = next((i for i, x in enumerate(scores, 1) if x >= SOLVED), "never")
-        shown = f"{nbytes[0]:,}", f"{nbytes[1]:,}"
-        table.append([name, solved, f"{scores[-1]:.0f}", *shown])
-    rounds = ", ".join(str(line[1]) for line in table)
-    episodes = 2 * config.workers
+        curves[name] = [scores for scores, *_ in runs]
+        solved[name] = [
+            next((i for i, x in enumerate(scores, 1) if x >= SOLVED), None)
+            for scores in curves[name]
+        ]
+        for seed, (_, noisy, params, _) in zip(seeds, runs, strict=True):
+            numbers[f"{name}, mean return with noise, seed {seed}"] = noisy
+            norm = float(optax.tree.norm(params))
+            numbers[f"{name}, parameters, seed {seed}"] = [norm]
+        rounds = ", ".join(str(x or "never") for x in solved[name])
+        last = ", ".join(f"{scores[-1]:.0f}" for scores in curves[name])
+        table.append([name, rounds, last, f"{nbytes[0]:,}", f"{nbytes[1]:,}"])
+    episodes, all_rounds = 2 * config.workers, sum(solved.values(), [])
+    done = [x for x in all_rounds if x]
+    span = f" in {min(done)} to {max(done)} rounds" if done else ""
     result = results.Results(
-        title=f"CartPole-v1 with {episodes} episodes in a round",
-        columns=["", "rounds to 475", "last return", "bytes sent", "of a gradient"],
+        title=f"CartPole-v1 with {episodes} episodes in a round, {config.seeds} seeds",
+        columns=["", "rounds to 475", "last returns", "bytes sent", "of a gradient"],
         table=table,
-        measured=f"Solved in {rounds} rounds of {episodes} episodes; a worker sends "
-        f"{table[-1][3]} bytes in a round, where a gradient has {table[-1][4]}.",
-        paper="Solved: a mean return of 475 over 100 episodes, of at most 500 (Gym"
-        "nasium 1.4.0). The paper has no numbers on this task.",
+        measured=f"{len(done)} of {len(all_rounds)} policies solve it{span}; a worker "
+        f"sends {table[-1][3]} bytes in a round, where a gradient has {table[-1][4]}.",
+        paper=f"Solved: a mean return of {SOLVED:.0f} over 100 episodes, of at most "
+        f"{LONGEST} (Gymnasium 1.4.0). The paper has no numbers on this task.",
+        badge="no published number",
         numbers=numbers,
         remarks=[
             f"Returns are means of {config.episodes} episodes without noise.",
