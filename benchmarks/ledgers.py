@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 import drjax
 from benchmarks.report import table
-from examples.reproductions import robust
+from examples.algorithms import krum, robust
 
 WIDTH, STEPS, GROUPS = 1000, 8, 16
 MODEL = 4 * WIDTH * WIDTH  # bytes
@@ -84,7 +84,7 @@ def maml(model, batches):
 
 
 def robust_mean(aggregate: Callable) -> Callable:
-    """Local models, aggregated as by `examples.algorithms.robust`, two attackers."""
+    """Local models, aggregated as in `examples.algorithms`, two attackers."""
 
     @clients
     def mean(model, batches):
@@ -109,7 +109,7 @@ ALGORITHMS: dict[str, tuple[Callable, str, tuple[float, float, float]]] = {
     "the same, int8": (local_sgd_int8, "mb", (1, 1 / 4, 0)),
     "gradient of MAML": (maml, "mb", (1, 1, 0)),
     "median of local models": (robust_mean(robust.median), "mb", (1, 1, 0)),
-    "Krum": (robust_mean(robust.krum), "mb", (1, 2, 0)),
+    "Krum": (robust_mean(krum.krum), "mb", (1, 2, 0)),
     "gossip on a ring": (gossip, "pb", (0, 0, 1)),
 }
 

@@ -89,7 +89,7 @@ OTHERS = (
     Other("robust", *_FLOWER[:2], _FLOWER[2] + "fedmedian.py",
           ("FedMedian.aggregate_train",), "median", "1 model",
           "median of local models"),
-    Other("robust", *_FLOWER[:2], _FLOWER[2] + "multikrum.py",
+    Other("krum", *_FLOWER[:2], _FLOWER[2] + "multikrum.py",
           ("MultiKrum.aggregate_train", "compute_distances", "select_multikrum"),
           "Krum", "1 model", "Krum"),
 )  # fmt: skip

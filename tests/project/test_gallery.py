@@ -64,7 +64,7 @@ SHORT = {
     "sweep": dict(trials=4, steps=3, width=4, seeds=1),
     "mixture": dict(steps=3, only="iris"),
     "population": dict(members=5, rounds=2, steps=2, width=4, toy_rounds=2, seeds=1),
-    "robust": dict(steps=2, workers=12, flipped=0.1, only="median"),
+    "robust": dict(steps=2, seeds=1, workers=12, only="median"),
     "tempering": dict(chains=6, replicas=4, sweeps=9, burn_in=1, only="parallel"),
 }
 
