@@ -31,9 +31,10 @@ in the paper, then eight. In a third attack eight workers send their gradients t
 -10. The server knows that there are eight at most, no more.
 
 What flipped labels cost the mean depends on the rate: they keep gradients large, and
-with a high rate descent by the mean does not settle. One row has a tenth of the rate.
+with a high rate descent by the mean does not settle. One line of the table has a tenth
+of the rate.
 
-A step of Krum learns from the digits of one worker, a 40th of all. One row shows what
+A step of Krum learns from the digits of one worker, a 40th of all. One line shows what
 a worker reaches with its digits alone.
 """
 
@@ -205,7 +206,7 @@ def judge(table: Sequence[Sequence[str]], few: str, many: str) -> dict:
     def lost(name, case):
         return cells[name]["no attack"] - cells[name][case]
 
-    published = CLEAN - QUOTED["mean"]
+    quoted = CLEAN - QUOTED["mean"]
     reached = all(
         cells[name][case] > cells["mean"][case]
         for name in ("median", "trimmed mean")
@@ -215,11 +216,9 @@ def judge(table: Sequence[Sequence[str]], few: str, many: str) -> dict:
         "measured": f"With {many}, the mean falls from {cells['mean']['no attack']:.1f}"
         f" to {cells['mean'][many]:.1f} %, the median to {cells['median'][many]:.1f}, "
         f"the trimmed mean to {cells['trimmed mean'][many]:.1f}.",
-        "badge": "order reached"
-        if reached and lost("mean", many) >= published
-        else None,
+        "badge": "order reached" if reached and lost("mean", many) >= quoted else None,
         "remarks": [
-            f"The paper's mean loses {published:.1f} points when 2 of 40 workers flip "
+            f"The paper's mean loses {quoted:.1f} points when 2 of 40 workers flip "
             f"their labels. Here it loses {lost('mean', few):.1f} with {few}, "
             f"{lost('mean', many):.1f} with {many}, and {lost(SLOW, many):.1f} with "
             "these and a tenth of the rate.",
@@ -242,11 +241,11 @@ def main(config: Config) -> results.Results:
     progress = tqdm(total=len(names) * len(cases[0]), unit="case")
     for name in names:
         step = make_train(config, name, f)
-        row = []
+        cells = []
         for case in cases[0]:
             progress.update()
             if name == ALONE and case != "no attack":
-                row.append("")
+                cells.append("")
                 continue
             curves = []
             for own in [partition[case] for partition in cases]:
@@ -261,9 +260,9 @@ def main(config: Config) -> results.Results:
             accuracies, losses = np.array(curves).transpose(2, 0, 1)
             numbers[f"{case}: {name}, held-out loss"] = losses.mean(0).tolist()
             last = 100 * accuracies[:, -1]
-            row.append(f"{last.mean():.1f} ± {last.std():.1f}")
+            cells.append(f"{last.mean():.1f} ± {last.std():.1f}")
         quoted = QUOTED.get(name)
-        table.append([name, *row, f"{quoted} {results.UNCHECKED}" if quoted else ""])
+        table.append([name, *cells, f"{quoted} {results.UNCHECKED}" if quoted else ""])
     progress.close()
     _, few, many, _ = cases[0]
     verdict = judge(table, few, many)

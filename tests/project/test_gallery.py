@@ -44,7 +44,7 @@ SHORT = {
     "evolution": dict(rounds=2, workers=8, widths=(4,), episodes=4, seeds=1),
     "federated_sklearn": dict(newton_steps=2, admm_steps=3, lloyd_steps=2),
     "fedavg": dict(rounds=2, repeats=1, width=8, cohort=6, only="FedProx"),
-    "gossip": dict(rings=(4, 8), averaging=8, workers=8, steps=3),
+    "gossip": dict(rings=(4, 8), averaging=8, workers=8, steps=3, seeds=1),
     "hierarchical": dict(steps=6, seldom=6, often=2, width=4, only="hier"),
     "maml": dict(steps=20, test_tasks=10, only="first-order", seeds=1),
     "personalization": dict(rounds=1, clients=6, width=8, epochs=1, only="FedPer"),
