@@ -29,7 +29,7 @@ from benchmarks import ledgers
 
 ROOT = Path(__file__).parents[1]
 
-TASK = {"main", "cohorts", "loss", "accuracy"}
+TASK = {"main", "cohorts", "apply", "loss", "accuracy"}
 START, END = "# --8<-- [start:algorithm]\n", "# --8<-- [end:algorithm]\n"
 
 

@@ -3,13 +3,9 @@
     python -m examples.reproductions.dp_fedavg
 
 Nobody who sees the trained model can tell whether a client took part: McMahan et al.
-2018 (arXiv 1710.06963, algorithm 1). In a round
-
-    each client k of W is drawn with probability q, independently
-    each drawn client, in parallel:
-        w_k = ClientUpdate(w), some steps of SGD on its own examples
-        u_k = (w_k - w) * min(1, S / |w_k - w|)
-    w = w + (sum of the u_k + noise with standard deviation z S) / (q W)
+2018 (arXiv 1710.06963, algorithm 1). Each client is drawn for a round independently,
+with probability q; the change of its model is clipped to norm S; and the server adds
+noise with standard deviation z S to the sum of the changes.
 
 The update of a client moves the sum by at most S, and the noise is z times as large: q,
 z and the number of rounds T are all that the accountant needs.
@@ -29,12 +25,12 @@ import dp_accounting
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import tyro
 from dp_accounting import pld, rdp
 from tqdm import tqdm
 
 import drjax
+from examples.algorithms import dp_fedavg
 from examples.common import clients, digits, results
 from examples.common.devices import make_mesh
 
@@ -71,33 +67,15 @@ class Config:
     """Seed of the partition, the cohorts and the noise."""
 
 
-def loss(params, examples, mask):
-    logits = examples.x @ params["w"] + params["b"]
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, examples.y)
-    return jnp.sum(losses, where=mask) / jnp.maximum(mask.sum(), 1)
-
-
-# --8<-- [start:algorithm]
 def make_round(config: Config, noise: float):
-    def client_update(params, examples, mask):
-        def step(local, _):
-            grads = jax.grad(loss)(local, examples, mask)
-            return optax.tree.add_scale(local, -config.client_lr, grads), None
-
-        local, _ = jax.lax.scan(step, params, length=config.steps)
-        update = optax.tree.sub(local, params)
-        norm = optax.tree.norm(update)
-        return optax.tree.scale(jnp.minimum(1, config.clip / norm), update)
-
-    @drjax.program(clients=config.places)
-    def train_round(params, examples, mask, taken, key):
-        updates = drjax.map_fn(client_update, (drjax.broadcast(params), examples, mask))
-        total = drjax.reduce_sum(updates, where=taken)
-        added = optax.tree.random_like(key, params, jax.random.normal)
-        total = optax.tree.add_scale(total, noise * config.clip, added)
-        return optax.tree.add_scale(params, 1 / (config.rate * config.clients), total)
-
-    return train_round
+    """A round with that multiple of noise."""
+    client_update = dp_fedavg.make_client_update(
+        dp_fedavg.loss, config.clip, config.steps, config.client_lr
+    )
+    expected = config.rate * config.clients
+    return dp_fedavg.make_round(
+        client_update, config.places, config.clip, noise, expected
+    )
 
 
 def spent(rate: float, noise: float, rounds: int, delta: float) -> tuple[float, ...]:
@@ -118,7 +96,6 @@ def spent(rate: float, noise: float, rounds: int, delta: float) -> tuple[float, 
     )
 
 
-# --8<-- [end:algorithm]
 # Abadi et al. 2016, section 5.1: q = 0.01, z = 4, T = 10,000, delta = 1e-5.
 ABADI, QUOTED = (0.01, 4.0, 10_000, 1e-5), 1.26
 REMARKS = (
@@ -146,7 +123,11 @@ def train(config: Config, noise: float, population, held_out):
         examples, mask = jax.tree.map(lambda x: x[ids], population)
         params = train_round(params, examples, mask, taken, key)
         right = (held_out.x @ params["w"] + params["b"]).argmax(-1) == held_out.y
-        return params, (right.mean(), loss(params, held_out, right | True), fits)
+        return params, (
+            right.mean(),
+            dp_fedavg.loss(params, held_out, right | True),
+            fits,
+        )
 
     step = drjax.jit(step, groups_per_step=config.groups_per_step)
     params, scores = {"w": jnp.zeros((784, 10)), "b": jnp.zeros(10)}, []

@@ -5,13 +5,7 @@
 Clients differ, and one model for all is the best for none. Two ways out:
 
 * **FedPer** (Arivazhagan et al. 2019, arXiv 1912.00818, algorithms 1 and 2): the base
-  layers W_B are shared, and each client j keeps its own head W_Pj. In a round
-
-      the server sends W_B to all clients
-      each client j, in parallel:
-          (W_B, W_Pj) = SGD on its examples, from (W_B, its own W_Pj)
-      W_B = mean of the clients' W_B, weighted by their examples; W_Pj stays
-
+  layers are shared, and each client keeps its own head.
 * **Fine-tuning** (Wang et al. 2019, arXiv 1910.10252): FedAvg's model, trained further
   by each client on its own examples. Each client measures the model that it got and
   its own on held-out examples of its own, and reports both: a federated evaluation.
@@ -34,12 +28,12 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import tyro
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import drjax
+from examples.algorithms import fedper
 from examples.common import clients, digits, results
 from examples.common.devices import make_mesh
 from examples.common.rounds import Round
@@ -79,56 +73,22 @@ class Config:
     """Seed of the initial model, the partition and the batches."""
 
 
-# --8<-- [start:algorithm]
 def make_round(config: Config):
     """A round of the shared and the kept layers; either may be none."""
 
-    def count_right(layers, tests):
-        return (apply(layers, tests.x).argmax(-1) == tests.y).sum()
+    def report(before, after, tests):
+        right = [(fedper.apply(x, tests.x).argmax(-1) == tests.y).sum()
+                 for x in (before, after)]  # fmt: skip
+        change = jnp.sign(right[1] - right[0]) + 1  # worse, the same, better
+        counts = [jax.nn.one_hot(x, config.tests + 1) for x in right]
+        return *counts, jax.nn.one_hot(change, 3)
 
-    def client_update(shared, own, key, data, index):
-        train, tests = data
-        before = count_right(shared | own, tests)
-
-        def step(layers, ids):
-            batch = jax.tree.map(lambda x: x[ids], train)
-            grads = jax.grad(loss)(layers, batch)
-            return optax.tree.add_scale(layers, -config.rate, grads), None
-
-        def epoch(layers, key):
-            order = jax.random.permutation(key, len(train.y))
-            return jax.lax.scan(step, layers, order.reshape(-1, config.batch))
-
-        keys = jax.random.split(jax.random.fold_in(key, index), config.epochs)
-        layers, _ = jax.lax.scan(epoch, shared | own, keys)
-        after = count_right(layers, tests)
-        change = jnp.sign(after - before) + 1  # worse, the same, better
-        counts = [jax.nn.one_hot(x, config.tests + 1) for x in (before, after)]
-        reports = *counts, jax.nn.one_hot(change, 3)
-        return {k: layers[k] for k in shared}, {k: layers[k] for k in own}, reports
-
-    @drjax.program(clients=config.clients)
-    def train_round(shared, own, key, data):
-        shared, key = drjax.broadcast((shared, key))
-        args = shared, own, key, data, drjax.partition_index()
-        shared, own, reports = drjax.map_fn(client_update, args)
-        # All clients have as many examples, so that the weights are equal.
-        return drjax.reduce_mean(shared), own, drjax.reduce_sum(reports)
-
-    return train_round
+    sgd = {"e": config.epochs, "b": config.batch, "eta": config.rate}
+    client_update = fedper.make_client_update(fedper.loss, report, **sgd)
+    return fedper.make_round(client_update, config.clients)
 
 
 KEPT = {"FedAvg": (), "FedPer": ("head", "bias"), "alone": ("head", "bias", "base")}
-
-
-# --8<-- [end:algorithm]
-def apply(layers, x):
-    return jax.nn.relu(x @ layers["base"]) @ layers["head"] + layers["bias"]
-
-
-def loss(layers, batch):
-    logits = apply(layers, batch.x)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch.y).mean()
 
 
 def init_layers(config: Config):

@@ -5,17 +5,7 @@
 With data of their own, clients drift to optima of their own, and more so with more
 local steps. SCAFFOLD (Karimireddy et al. 2020, arXiv 1910.06378, algorithm 1, option
 II) has a control variate for each client, c_k, which estimates its gradient, and their
-mean, c. In a round
-
-    the server draws a set S of the N clients and sends them the model w and c
-    each client k of S, in parallel:
-        w_k = w
-        K times, on batches of its examples:
-            w_k = w_k - lr * (gradient of loss(w_k) - c_k + c)
-        c_k' = c_k - c + (w - w_k) / (K lr)
-    w = w + mean of (w_k - w)
-    c = c + |S| / N * mean of (c_k' - c_k)
-    c_k = c_k'
+mean, c: each step of a client adds c - c_k to its gradient.
 
 With all c_k = c = 0 it is FedAvg. The control variates of all clients are kept, and
 those of the cohort updated: `controls[ids]` goes to the groups, and what they return
@@ -31,11 +21,11 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import optax
 import tyro
 from tqdm import tqdm
 
 import drjax
+from examples.algorithms import scaffold
 from examples.common import clients, digits, results
 from examples.common.devices import make_mesh
 from examples.common.rounds import Round
@@ -70,47 +60,14 @@ class Config:
 STEPS = 5  # of an epoch: a batch is a fifth of a client's examples
 
 
-def loss(params, batch):
-    logits = batch.x @ params["w"] + params["b"]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch.y).mean()
+def make_round(config: Config, epochs: int):
+    """A round; it is FedAvg's as long as all control variates are zero."""
+    client_update = scaffold.make_client_update(
+        scaffold.loss, epochs, STEPS, config.rate
+    )
+    return scaffold.make_round(client_update, config.cohort, config.clients)
 
 
-# --8<-- [start:algorithm]
-def make_round(config: Config, epochs: int, scaffold: bool):
-    def client_update(params, control, own, examples, key):
-        size = len(examples.y) // STEPS
-
-        def step(local, indices):
-            batch = jax.tree.map(lambda x: x[indices], examples)
-            grads = jax.grad(loss)(local, batch)
-            drift = optax.tree.sub(control, own)
-            return optax.tree.add_scale(local, -config.rate, add(grads, drift)), None
-
-        def epoch(local, key):
-            order = jax.random.permutation(key, len(examples.y))[: STEPS * size]
-            return jax.lax.scan(step, local, order.reshape(STEPS, size))
-
-        keys = jax.random.split(key, epochs)
-        local, _ = jax.lax.scan(epoch, params, keys)
-        update = optax.tree.sub(local, params)
-        scale = -1 / (epochs * STEPS * config.rate)
-        new = optax.tree.add_scale(optax.tree.sub(own, control), scale, update)
-        return update, new if scaffold else own
-
-    @drjax.program(clients=config.cohort)
-    def train_round(params, control, own, examples, keys):
-        args = *drjax.broadcast((params, control)), own, examples, keys
-        update, new = drjax.map_fn(client_update, args)
-        change = drjax.reduce_mean(drjax.map_fn(optax.tree.sub, (new, own)))
-        share = config.cohort / config.clients
-        control = optax.tree.add_scale(control, share, change)
-        return add(params, drjax.reduce_mean(update)), control, new
-
-    return train_round
-
-
-# --8<-- [end:algorithm]
-add = optax.tree.add
 # Karimireddy et al., Table 3: logistic regression on EMNIST, accuracy 0.5, clients
 # with sorted labels ("0 % similarity").
 QUOTED = {
@@ -124,9 +81,9 @@ REMARKS = (
 )
 
 
-def run(config: Config, epochs: int, scaffold: bool, population, held_out):
+def run(config: Config, epochs: int, keep: bool, population, held_out):
     """Accuracy and loss on the held-out digits after each round."""
-    train_round = make_round(config, epochs, scaffold)
+    train_round = make_round(config, epochs)
 
     def step(state, number, population):
         params, control, controls = state
@@ -134,10 +91,12 @@ def run(config: Config, epochs: int, scaffold: bool, population, held_out):
         ids = clients.cohort(key, config.clients, config.cohort)
         keys = clients.client_keys(key, ids)
         own, examples = jax.tree.map(lambda x: x[ids], (controls, population))
-        params, control, new = train_round(params, control, own, examples, keys)
-        controls = jax.tree.map(lambda x, y: x.at[ids].set(y), controls, new)
-        right = (held_out.x @ params["w"] + params["b"]).argmax(-1) == held_out.y
-        return (params, control, controls), (right.mean(), loss(params, held_out))
+        params, changed, new = train_round(params, control, own, examples, keys)
+        if keep:  # without, they stay zero
+            control = changed
+            controls = jax.tree.map(lambda x, y: x.at[ids].set(y), controls, new)
+        score = scaffold.accuracy(params, held_out), scaffold.loss(params, held_out)
+        return (params, control, controls), score
 
     step = drjax.jit(step, groups_per_step=config.groups_per_step)
     params = {"w": jnp.zeros((784, 10)), "b": jnp.zeros(10)}
@@ -157,7 +116,7 @@ def engine_round() -> Round:
     train = digits.load_mnist()[0]
     parts = clients.split_shards(train.y, config.clients, config.seed)
     pick = lambda x: jnp.stack([x[part[:50]] for part in parts])
-    train_round = make_round(config, 2, scaffold=True)
+    train_round = make_round(config, 2)
 
     def step(shared, own, data):
         (params, control, key), (examples, ids) = shared, data
@@ -185,8 +144,8 @@ def main(config: Config) -> results.Results:
         for name in QUOTED:
             with jax.set_mesh(mesh):
                 population = jax.device_put(clients.pad(batches)[0])
-                scaffold = name == "SCAFFOLD"
-                curve, losses = run(config, epochs, scaffold, population, held_out)
+                keep = name == "SCAFFOLD"
+                curve, losses = run(config, epochs, keep, population, held_out)
             curves[f"{name}: E = {epochs}"] = curve
             numbers[f"{name}, E = {epochs}, held-out loss"] = losses
             reached = curve[-1] >= config.target
