@@ -59,11 +59,11 @@ def accuracy(x, test):
     return ((test.x @ x["w"] + x["b"]).argmax(-1) == test.y).mean()
 
 
-def main(N=100, S=20, rounds=40):
+def main(N=100, S=20, rounds=30):
     """Trains N clients, each with 40 digits of one label."""
     train, test = digits.load_mnist()
     order = train.y.argsort(kind="stable").reshape(N, -1)
-    population = digits.Digits(jnp.array(train.x[order]), jnp.array(train.y[order]))
+    population = jax.device_put(digits.Digits(train.x[order], train.y[order]))
     zeros = {"w": jnp.zeros((784, 10)), "b": jnp.zeros(10)}
 
     @functools.partial(jax.jit, static_argnames=("E", "scaffold"))
