@@ -15,11 +15,11 @@ import drjax
 def exploit(members, p, key):
     """Line 7, truncation selection: the worst fifth copies members of the best fifth.
 
-    Returns the members, and whether each is a copy.
+    Returns the members, and whether each is a copy. One that diverged is the worst.
     """
     n = len(p)
     cut = max(1, n // 5)
-    order = jnp.argsort(p)
+    order = jnp.argsort(jnp.where(jnp.isnan(p), -jnp.inf, p))
     better = jax.random.choice(key, order[n - cut :], (cut,))
     source = jnp.arange(n).at[order[:cut]].set(better)
     return drjax.take(members, source), source != jnp.arange(n)

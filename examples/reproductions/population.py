@@ -214,7 +214,7 @@ def main(config: Config) -> results.Results:
     pick = lambda i: jax.tree.map(lambda x: jnp.asarray(x[i]), training)
     data = pick(~held), pick(held)
     seeds = range(config.seed, config.seed + config.seeds)
-    paths, curves, numbers, columns = {}, {}, {}, {}
+    paths, curves, numbers, columns, diverged = {}, {}, {}, {}, {}
     for name, evolve in {"population-based": True, "fixed": False}.items():
         cells = columns[name] = []
         with jax.set_mesh(mesh):
@@ -230,10 +230,12 @@ def main(config: Config) -> results.Results:
                     make_digits(config, evolve), groups_per_step=config.groups_per_step
                 )
                 runs = [run_digits(config, step, data, seed) for seed in seeds]
-                curves[name] = -runs[0][0]
-                last = [-scores[-1] for scores, _ in runs]
+                curves[name] = np.nan_to_num(-runs[0][0], nan=np.inf)
+                last = [np.nan_to_num(-scores[-1], nan=np.inf) for scores, _ in runs]
                 for seed, losses in zip(seeds, last, strict=True):
-                    numbers[f"{name}, losses, seed {seed}"] = np.sort(losses).tolist()
+                    kept = np.sort(losses[np.isfinite(losses)])
+                    numbers[f"{name}, losses, seed {seed}"] = kept.tolist()
+                diverged[name] = sum(int(np.isinf(losses).sum()) for losses in last)
                 cells.append([losses.min() for losses in last])
                 cells.append([np.median(losses) for losses in last])
                 right = [
@@ -281,6 +283,9 @@ def main(config: Config) -> results.Results:
         apart = np.subtract(*best)
         remarks += [
             count_bytes(config, data),
+            "Networks that diverged, and count as the worst: "
+            + ", ".join(f"{count} ({name})" for name, count in diverged.items())
+            + f", of {config.seeds * config.members} each.",
             "Accuracies on the 1,000 test digits have a standard error of 0.8 %. Those "
             f"of the best networks differ by {apart.mean():+.1%} between the two "
             f"populations (± {apart.std():.1%} over seeds).",

@@ -179,9 +179,9 @@ def lengths(config: Config) -> list[int]:
 FIXED, CLEAN = f"fixed, best of {len(RATES)} rates", "best rates, clean clients"
 
 
-def run(config: Config, seed: int, fit, steps, adam):
+def run(config: Config, seed: int, data, fit, steps, adam):
     """The table's numbers of a seed, by name, and the losses of the passes."""
-    examples, validation, test = make_data(config, seed)
+    examples, validation, test = data
     params = init(jax.random.split(jax.random.key(seed)), 784, config.width)
     new = round_keys(config, seed, config.passes)  # the batches of no pass
     args = params, examples, validation
@@ -214,8 +214,9 @@ def main(config: Config) -> results.Results:
     fit = drjax.jit(fit, groups_per_step=config.groups_per_step)
     steps = make_steps(config, train_round, adam)
     seeds, sizes = range(config.seed, config.seed + config.seeds), {}
+    data = {seed: make_data(config, seed) for seed in seeds}  # not yet on the mesh
     with jax.set_mesh(mesh):
-        runs = [run(config, seed, fit, steps, adam) for seed in seeds]
+        runs = [run(config, seed, data[seed], fit, steps, adam) for seed in seeds]
         if config.memory:
             sizes = temporary_bytes(config, train_round, runs[0][2])
     cells = {name: np.array([x[0][name] for x in runs]) for name in runs[0][0]}

@@ -14,7 +14,9 @@ import jax
 import numpy as np
 import pytest
 
+import drjax
 from benchmarks import lines
+from examples.algorithms import population
 from examples.common import clients
 from examples.common.results import Badge
 from examples.common.transformer import TransformerConfig
@@ -178,6 +180,14 @@ def test_a_reproduction_imports_its_algorithms():
 def test_an_algorithm_prints_a_short_table(path):
     out = run_python.run("-m", f"examples.algorithms.{path.stem}").stdout
     assert 1 < len(out.splitlines()) <= 15
+
+
+def test_a_member_that_diverged_is_not_copied():
+    program = drjax.program(members=5)(population.exploit)
+    scores = np.array([1.0, np.nan, 3.0, 2.0, 0.0], np.float32)
+    members, copied = program(np.arange(5), scores, jax.random.key(0))
+    np.testing.assert_array_equal(members, [0, 2, 2, 3, 4])
+    np.testing.assert_array_equal(copied, [False, True, False, False, False])
 
 
 def the_same(one, other):
