@@ -253,22 +253,22 @@ def main(config: Config) -> results.Results:
     tasks = [task for task in named if config.only in task]
     first = sum((named[task] for task in tasks), [])
     table = [
-        [row, *(show(row, values) for values in both), quoted]
-        for row, quoted, *both in zip(
+        [label, *(show(label, values) for values in both), quoted]
+        for label, quoted, *both in zip(
             first,
             sum((exact[task] for task in tasks), []),
             *columns.values(),
             strict=True,
         )
     ]
-    rows = {line[0]: line[1:] for line in table}
+    lines = {line[0]: line[1:] for line in table}
     parts = [
-        f"{text} {rows[row][0]} (fixed hyperparameters: {rows[row][1]})"
-        for text, row in (
+        f"{text} {lines[label][0]} (fixed hyperparameters: {lines[label][1]})"
+        for text, label in (
             ("Toy problem: Q", "toy: Q of the best"),
             ("digits: median validation loss", "of the median member"),
         )
-        if row in rows
+        if label in lines
     ]
     badge, remarks = None, []
     if "toy" in tasks:
@@ -310,9 +310,9 @@ def main(config: Config) -> results.Results:
     return result
 
 
-def show(row: str, values) -> str:
+def show(label: str, values) -> str:
     """The mean over seeds, and the spread."""
-    digits = ".1%" if "accuracy" in row else ".4f"
+    digits = ".1%" if "accuracy" in label else ".4f"
     return f"{np.mean(values):{digits}} ± {np.std(values):{digits}}"
 
 

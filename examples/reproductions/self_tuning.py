@@ -200,8 +200,8 @@ def run(config: Config, seed: int, data, fit, steps, adam):
         right = (apply(model, test.x).argmax(-1) == test.y).mean()
         weights, inner, outer = self_tuning.bounded(hyper)
         clean = weights[~noisy].sum() / weights.sum()
-        row = inner, outer, clean, value, loss(model, test), right
-        cells[name] = [float(x) for x in row]
+        line = inner, outer, clean, value, loss(model, test), right
+        cells[name] = [float(x) for x in line]
     return cells, curves, (best, *args, new)
 
 
@@ -265,7 +265,7 @@ def main(config: Config) -> results.Results:
             for name, values in x[1].items()
         }
         | {
-            f"test loss, seed {seed}": [row[4] for row in x[0].values()]
+            f"test loss, seed {seed}": [line[4] for line in x[0].values()]
             for seed, x in zip(seeds, runs, strict=True)
         },
         remarks=[

@@ -104,7 +104,7 @@ def main(config: Config) -> results.Results:
     alone = jax.jit(sweep.make_train(config.steps, config.batch))
     right = lambda w: float((apply(w, test.x).argmax(-1) == test.y).mean())
     named = lambda settings, i: f"{settings[0][i]:.1e}, {settings[1][i]:.1e}"
-    numbers, figures, rows, same, differences = {}, [], {}, 0, []
+    numbers, figures, lines, same, differences = {}, [], {}, 0, []
     for seed in range(config.seed, config.seed + config.seeds):
         keys = jax.random.split(jax.random.key(seed), 3)
         start, settings = init(keys, 784, config.width), draw(config, seed)
@@ -125,7 +125,7 @@ def main(config: Config) -> results.Results:
             "Adam's default": ("1e-3, 1e-4", np.nan, default),
         }
         for name, (which, accuracy, w) in cells.items():
-            rows.setdefault(name, []).append((which, float(accuracy), right(w)))
+            lines.setdefault(name, []).append((which, float(accuracy), right(w)))
         numbers[f"scores, seed {seed}"] = scores.tolist()
         numbers[f"hidden, seed {seed}"] = model["hidden"].sum(0).tolist()
         figures.append((settings, scores, index))
@@ -135,7 +135,7 @@ def main(config: Config) -> results.Results:
     folded = drjax.make_plan(program)(*args).communication(8)
     ratio = gathered.reduced_per_device() / folded.reduced_per_device()
     table = []
-    for name, runs in rows.items():
+    for name, runs in lines.items():
         which, *accuracies = zip(*runs, strict=True)
         shown = [
             "" if np.isnan(x).any() else f"{np.mean(x):.1%} ± {np.std(x):.1%}"
