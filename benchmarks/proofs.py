@@ -112,8 +112,8 @@ def run_times() -> dict[str, dict[str, float]]:
 
 def planning() -> dict[str, float]:
     """Time of `drjax.jit` relative to `jax.jit`, to trace and lower, by program."""
-    found = lines(MEMORY, 6, "## Time to plan and lower")
-    return {line[0]: number(line[4]) for line in found}
+    cells = lines(MEMORY, 6, "## Time to plan and lower")
+    return {line[0]: number(line[4]) for line in cells}
 
 
 def plan_files() -> dict[str, list[float]]:
@@ -127,8 +127,8 @@ def engine_rounds() -> dict[str, dict[str, float]]:
     for name, file in ROUNDS.items():
         text = (RESULTS / file).read_text()
         table = next(x for x in text.splitlines() if x.startswith("| seconds"))
-        found = lines(file, table.count("|") - 1, table)
-        result[name] = {line[0]: number(line[-1]) for line in found}
+        cells = lines(file, table.count("|") - 1, table)
+        result[name] = {line[0]: number(line[-1]) for line in cells}
     return result
 
 
@@ -287,7 +287,7 @@ def summary() -> str:
     model = ledgers()
     sgd, local = (model[x][1] for x in ("SGD, averaged each step",
                                         "local SGD, FedAvg, DiLoCo"))  # fmt: skip
-    said = {
+    results = {
         "times": (
             "Run time",
             f"Three tasks of 64 groups take {min(ours):.2f} to {max(ours):.2f} times "
@@ -334,7 +334,7 @@ def summary() -> str:
     }
     return "\n\n".join(
         f"**{title}.** {sentence}\n\n![{title}](images/benchmark_{name}.svg)"
-        for name, (title, sentence) in said.items()
+        for name, (title, sentence) in results.items()
     )
 
 
