@@ -46,7 +46,9 @@ def test_memory_is_flat_and_engines_agree():
     text = " ".join((ROOT / "README.md").read_text().split())
     theirs = proofs.memory()["google drjax"][-1]
     shown = f"in {memory[-1]:.1f} MB, through 5 rounds, without a line of code for it; "
-    assert f"{shown}Google's drjax, all groups at once, takes {theirs:.0f} MB" in text
+    assert (
+        f"{shown}Google's drjax, all groups in one step, takes {theirs:.0f} MB" in text
+    )
     worst = max(max(x.values()) for x in proofs.differences().values())
     assert f"the same numbers to {worst:.0e}:" in text
     for values in proofs.differences().values():
