@@ -3,7 +3,8 @@
 //
 //     node docs/check_search.mjs runs/site
 //
-// The search is that of the built site: its own code and index.
+// The search is that of the built site: its own code and index. Build it afresh, as Sphinx
+// forgets the index entries of pages that it does not read again.
 import { existsSync, readFileSync } from "node:fs";
 import vm from "node:vm";
 
