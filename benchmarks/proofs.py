@@ -146,7 +146,7 @@ def _memory(ax: Axes) -> None:
     ax.set_xticks(n, map(str, n))
     ax.minorticks_off()
     ax.set(xlabel="groups on one device", ylabel="temporary memory, MB")
-    ax.set_title("Temporary memory of a gradient through 5 rounds", loc="left")
+    ax.set_title("Memory of a gradient through 5 rounds", loc="left")
     ax.legend()
 
 

@@ -111,11 +111,14 @@ def test_the_readme_has_the_numbers_of_self_tuning():
     )
     memory = dict(
         re.findall(
-            r"[:;] (drjax.jit|jax.jit): [\d., ]*, (\d+\.\d)", results["remarks"][0]
+            r"[:;] ([a-z. ]*jax.\w+): [\d., ]*, (\d+\.\d)", results["remarks"][0]
         )
     )
-    shown = f"{memory['drjax.jit']} MB on a device, by `jax.jit` {memory['jax.jit']}"
-    assert shown in text
+    ours, plain, saved = (
+        memory[x] for x in ("drjax.jit", "jax.jit", "jax.jit and jax.checkpoint")
+    )
+    shown = f"{ours} MB on a device, by `jax.jit` {plain}, or {saved} with a"
+    assert f"{shown} `jax.checkpoint` around each round" in text
 
 
 def test_what_soups_says_of_orders_is_that_of_its_numbers():
