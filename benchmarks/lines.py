@@ -148,6 +148,7 @@ def source(other: Other, folder: Path) -> str:
     if not target.exists():
         subprocess.run(
             [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps",
+             "--ignore-requires-python",
              "--dest", target, f"{other.library}=={other.version}"],
             check=True,
         )  # fmt: skip

@@ -194,7 +194,7 @@ def test_the_rounds_are_those_of_the_run():
 
 
 def test_the_committed_run_has_the_verdict():
-    path = Path(diloco.__file__).parents[1] / "docs/gallery/diloco/results.json"
+    path = Path(diloco.__file__).parents[2] / "docs/gallery/diloco/results.json"
     written = json.loads(path.read_text())
     column = written["columns"].index("bytes a step")
     cells = {row[0]: row[column].replace(",", "") for row in written["table"]}

@@ -48,7 +48,7 @@ def test_one_version():
 def test_one_address():
     """A checkout may be hosted anywhere: one file names its addresses."""
     urls = PYPROJECT["project"]["urls"]
-    assert set(urls) == {"Documentation", "Repository"}
+    assert set(urls) == {"Documentation", "Notebooks", "Repository"}
     named = [
         re.escape(url.rstrip("/").removeprefix("https://")) for url in urls.values()
     ]
