@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import drjax
 from drjax.compiled import read_hlo
 from drjax.plan import Wire
-from examples import diloco
+from examples.reproductions import diloco
 from experiments import machine
 from experiments.config import Machine
 from tests.helpers import cases, models
