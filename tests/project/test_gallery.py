@@ -31,7 +31,7 @@ EXAMPLES = {path.stem: path.read_text() for path in WRITE_PAGES["reproductions"]
 SHORT = {
     "bandwidth": dict(steps=(300,)),
     "analytics": dict(records=3000, models=2),
-    "compression": dict(steps=3, width=8, only="PowerSGD"),
+    "compression": dict(steps=3, seeds=1, width=8, only="PowerSGD"),
     "diloco": dict(
         steps=20,
         pretrain=20,
