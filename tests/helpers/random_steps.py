@@ -232,13 +232,18 @@ def _keys(x):
     return jax.random.wrap_key_data(jax.random.key_data(wrapped))
 
 
+def _computed_once(x):
+    """XLA may compute a sum twice, and round it in two ways: no maximum is found."""
+    return lax.optimization_barrier(x)
+
+
 @step("p1 g1", "p0", variants=19)
 def over_features(x, g, j):
     works = (
         lambda: x @ bounded(g),
         lambda: x.sum(1),
         lambda: x.mean(axis=1),
-        lambda: (x + jnp.arange(x.shape[1])[None] * 0.0137).max(1),
+        lambda: _computed_once(x + jnp.arange(x.shape[1])[None] * 0.0137).max(1),
         lambda: x[:, 0] * jnp.prod(lax.stop_gradient(x), axis=1),
         lambda: x[:, 1],
         lambda: jax.nn.logsumexp(x, axis=1),
@@ -250,7 +255,7 @@ def over_features(x, g, j):
         lambda: lax.dynamic_index_in_dim(x, 1, axis=1, keepdims=False),
         lambda: x.var(1),
         lambda: jnp.argmin(x - jnp.arange(x.shape[1])[None] * 0.0137, axis=1) * 0.1,
-        lambda: jnp.min(x - jnp.arange(x.shape[1])[None] * 0.0137, axis=1),
+        lambda: _computed_once(x - jnp.arange(x.shape[1])[None] * 0.0137).min(1),
         lambda: jnp.all(x > -0.4321, axis=1) * x[:, 0],
         lambda: lax.reduce_xor(jnp.int32(100 * x), (1,)) % 7 * 0.1,
         lambda: jax.vmap(jax.random.uniform)(_keys(x)),
