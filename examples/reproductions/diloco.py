@@ -465,7 +465,7 @@ def verdict(losses: dict[str, float], sent: dict[str, float]) -> str:
 
     Args:
         losses: the held-out loss of each method.
-        sent: its bytes a step.
+        sent: its bytes per step.
     """
     other = next((x for x in losses if x.startswith("data parallel")), None)
     if other is None or CLAIMED not in losses:
@@ -545,7 +545,14 @@ def main(config: Config) -> results.Results:
     shown = "; ".join(f"{line[0]}: {line[1]}" for line in table)
     result = results.Results(
         title=f"{config.steps} steps of {config.workers} workers: held-out modules",
-        columns=["", "nats per byte", "bytes a step", "at once", "s a round", "paper"],
+        columns=[
+            "",
+            "nats per byte",
+            "bytes per step",
+            "largest sync",
+            "s a round",
+            "paper",
+        ],
         table=table,
         measured=f"Held-out loss: {shown}.",
         paper="Perplexity of one worker 16.23, of a batch 8 times as large 15.30, of "

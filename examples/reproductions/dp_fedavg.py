@@ -162,7 +162,7 @@ def main(config: Config) -> results.Results:
     table.append(["Abadi et al., paper", "", str(QUOTED), "", ""])
     result = results.Results(
         title=f"Accuracy after {config.rounds} rounds, and epsilon at {config.delta:g}",
-        columns=["", "accuracy", "moments", "Renyi", "losses"],
+        columns=["", "accuracy", "moments", "Renyi", "privacy loss"],
         table=table,
         measured=f"By accounting alone, without training: epsilon {abadi[0]:.2f} for "
         f"Abadi et al.'s setting; newer accountants show {abadi[1]:.2f} and "

@@ -196,7 +196,7 @@ def test_the_rounds_are_those_of_the_run():
 def test_the_committed_run_has_the_verdict():
     path = Path(diloco.__file__).parents[2] / "docs/gallery/diloco/results.json"
     written = json.loads(path.read_text())
-    column = written["columns"].index("bytes a step")
+    column = written["columns"].index("bytes per step")
     cells = {row[0]: row[column].replace(",", "") for row in written["table"]}
     curves = {x: written["numbers"].get(f"{x}, held-out loss") for x in cells}
     losses = {name: curve[-1] for name, curve in curves.items() if curve}
