@@ -141,7 +141,7 @@ def _memory(ax: Axes) -> None:
         n, measured["google drjax"], "x", color=GRAY, ms=8, label="Google's drjax"
     )
     ax.loglog(n, measured["hand-written shard_map, scan, 1"], "s-", color=GREEN,
-              ms=4, label="hand-written scan, groups checkpointed")  # fmt: skip
+              ms=4, label="hand-written scan, checkpointed")  # fmt: skip
     ax.loglog(n, measured["drjax.jit, 1"], "o-", color=BLUE, label="drjax.jit")
     ax.set_xticks(n, map(str, n))
     ax.minorticks_off()
