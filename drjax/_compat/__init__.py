@@ -1,5 +1,6 @@
 """All uses of JAX's internals, and all differences between its versions.
 
+    types             the types in signatures, and the shapes that they stand for
     jax_types         classes, and functions that are used as they are
     trace_context     the context of a trace: meshes, VMA checking
     jaxprs            tracing, and transformations of jaxprs and equations

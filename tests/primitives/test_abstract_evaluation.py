@@ -5,7 +5,7 @@ manual axes over which a value varies. Nothing is compiled.
 
 Covers: drjax._primitives.collectives, drjax._primitives.extrema,
 drjax._primitives.map_fn, drjax._primitives.partition_index, drjax._sharding.avals,
-drjax._compat.jax_types.
+drjax._compat.jax_types, drjax._compat.types.
 """
 
 import functools
