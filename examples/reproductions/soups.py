@@ -41,7 +41,9 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import drjax
-from examples.common import results, text
+from examples.algorithms import branch_train_merge, soups
+from examples.common import byte_network, results, text
+from examples.common.byte_network import loss, mean_loss
 from examples.common.devices import make_mesh
 
 
@@ -79,7 +81,6 @@ class Config:
     """Seed of the start and of all windows."""
 
 
-CONTEXT, EMBEDDING = 6, 16
 # Wortsman et al., Table 3: accuracy on ImageNet.
 QUOTED = {
     "best single": "80.38",
@@ -89,102 +90,8 @@ QUOTED = {
     "ensemble": "81.19",
 }
 METHODS = *QUOTED, "ensemble by posterior"
-Params = dict[str, Array]
 
 
-def init(key: Array, width: int) -> Params:
-    keys = jax.random.split(key, 3)
-    normal = jax.nn.initializers.he_normal()
-    return {
-        "embedding": jax.random.normal(keys[0], (text.VOCAB, EMBEDDING)),
-        "hidden": normal(keys[1], (CONTEXT * EMBEDDING, width)),
-        "output": normal(keys[2], (width, text.VOCAB)),
-        "bias": jnp.zeros(text.VOCAB),
-    }
-
-
-def log_probs(params: Params, windows: text.Windows) -> Array:
-    """The log-probability of each target of windows: [..., length]."""
-    tokens = windows.tokens.astype(jnp.int32)
-    x = params["embedding"][tokens[..., :-1]]
-    before = [(0, 0)] * (x.ndim - 2) + [(CONTEXT - 1, 0), (0, 0)]
-    x = jnp.pad(x, before)
-    size = tokens.shape[-1] - 1
-    x = jnp.concatenate([x[..., k : k + size, :] for k in range(CONTEXT)], axis=-1)
-    logits = jax.nn.relu(x @ params["hidden"]) @ params["output"] + params["bias"]
-    logits = jax.nn.log_softmax(logits)
-    return jnp.take_along_axis(logits, tokens[..., 1:, None], -1)[..., 0]
-
-
-def mean_loss(values: Array, windows: text.Windows) -> Array:
-    """Of log-probabilities, over the real targets, in nats per byte."""
-    real = jnp.arange(values.shape[-1]) < windows.lengths[..., None]
-    return -jnp.sum(values, where=real) / jnp.maximum(real.sum(), 1)
-
-
-def loss(params: Params, windows: text.Windows) -> Array:
-    return mean_loss(log_probs(params, windows), windows)
-
-
-# --8<-- [start:algorithm]
-def branch_train(start, rates, windows):
-    def train(start, rate, windows):
-        adam = optax.adam(rate)
-
-        def step(carry, windows):
-            local, state = carry
-            updates, state = adam.update(jax.grad(loss)(local, windows), state)
-            return (optax.apply_updates(local, updates), state), None
-
-        (local, _), _ = jax.lax.scan(step, (start, adam.init(start)), windows)
-        return local
-
-    return drjax.map_fn(train, (drjax.broadcast(start), rates, windows))
-
-
-def greedy_weights(models, scores, validation):
-    def add(carry, index):
-        chosen, best = carry
-        more = chosen.at[index].set(True)
-        value = loss(drjax.reduce_mean(models, where=drjax.scatter(more)), validation)
-        return (jnp.where(value <= best, more, chosen), jnp.minimum(value, best)), None
-
-    carry = jnp.zeros(scores.shape, bool), jnp.inf
-    (chosen, _), _ = jax.lax.scan(add, carry, jnp.argsort(scores))
-    return chosen / chosen.sum()
-
-
-def learned_weights(models, validation, steps):
-    adam = optax.adam(0.3)
-    soup_loss = lambda x: loss(mix(models, jax.nn.softmax(x)), validation)
-
-    def step(carry, _):
-        logits, state = carry
-        updates, state = adam.update(jax.grad(soup_loss)(logits), state)
-        return (optax.apply_updates(logits, updates), state), None
-
-    logits = jnp.zeros(drjax.partition_size())
-    (logits, _), _ = jax.lax.scan(step, (logits, adam.init(logits)), length=steps)
-    return jax.tree.map(jax.nn.softmax, logits)
-
-
-def mix(models, weights):
-    return drjax.reduce_weighted_mean(models, drjax.scatter(weights))
-
-
-def ensemble(models, windows, by_domain):
-    def states(params, windows):
-        values = log_probs(params, windows)
-        before = by_domain * (jnp.cumsum(values, -1) - values)
-        return before + values, before
-
-    add = lambda a, b: jax.tree.map(jnp.logaddexp, a, b)
-    values = drjax.map_fn(states, (models, drjax.broadcast(windows)))
-    joint, before = drjax.reduce(add, values, (-jnp.inf, -jnp.inf))
-    return joint - before
-
-
-# --8<-- [end:algorithm]
 def train_together(start, rate, windows):
     """One model, by the mean of the groups' gradients: windows [steps, n, ...]."""
     adam = optax.adam(rate)
@@ -217,12 +124,13 @@ def merge(models, validation, test, steps: int) -> Merged:
     weights = {
         "best single": jax.nn.one_hot(jnp.argmin(scores), len(scores)),
         "uniform soup": jnp.ones(len(scores)) / len(scores),
-        "greedy soup": greedy_weights(models, scores, validation),
-        "learned soup": learned_weights(models, validation, steps),
+        "greedy soup": soups.greedy_weights(models, validation),
+        "learned soup": soups.learned_weights(models, validation, steps),
     }
-    losses = {name: loss(mix(models, x), test) for name, x in weights.items()}
+    losses = {name: loss(soups.soup(models, x), test) for name, x in weights.items()}
     for name, posterior in ("ensemble", False), ("ensemble by posterior", True):
-        losses[name] = mean_loss(ensemble(models, test, posterior), test)
+        values = branch_train_merge.ensemble(models, test, posterior)
+        losses[name] = mean_loss(values, test)
     return Merged(losses, scores, singles, weights)
 
 
@@ -264,12 +172,14 @@ def main(config: Config) -> results.Results:
     equal = np.full(n, config.rate, np.float32)
     rates = np.geomspace(*config.rates, n, dtype=np.float32)
 
-    one = jax.jit(drjax.program(models=1)(branch_train))
-    start = one(init(jax.random.key(config.seed), config.width), equal[:1], rest)
+    one = jax.jit(drjax.program(models=1)(soups.fine_tune))
+    start = one(
+        byte_network.init(jax.random.key(config.seed), config.width), equal[:1], rest
+    )
     start = jax.tree.map(lambda x: np.asarray(x[0]), start)
     program = drjax.program(models=n)
     groups = config.groups_per_step
-    train = drjax.jit(program(branch_train), groups)
+    train = drjax.jit(program(soups.fine_tune), groups)
     combine = functools.partial(merge, steps=config.learned_steps)
     combine = drjax.jit(program(combine), groups)
     merged = {}
@@ -295,17 +205,19 @@ def show(config: Config, merged, start: float, together: float, domains):
         losses = [f"{float(x.test[name]):.3f}" for x in merged.values()]
         table.append([name, *losses, QUOTED.get(name, "")])
     table.append(["gradients averaged", "", f"{together:.3f}", ""])
-    soups, btm = ({k: float(v) for k, v in x.test.items()} for x in merged.values())
-    btm["gradients averaged"] = together
+    by_settings, by_domain = (
+        {k: float(v) for k, v in x.test.items()} for x in merged.values()
+    )
+    by_domain["gradients averaged"] = together
     chosen = int((merged["settings"].weights["greedy soup"] > 0).sum())
     result = results.Results(
         title=f"Test loss of {config.models} merged models (nats per byte)",
         columns=["", "settings", "domains", "paper, soups, %"],
         table=table,
         measured="Test loss, "
-        + ", ".join(f"{name} {soups[name]:.3f}" for name in QUOTED)
-        + f"; of domains, uniform soup {btm['uniform soup']:.3f}, ensemble by "
-        f"posterior {btm['ensemble by posterior']:.3f}.",
+        + ", ".join(f"{name} {by_settings[name]:.3f}" for name in QUOTED)
+        + f"; of domains, uniform soup {by_domain['uniform soup']:.3f}, ensemble by "
+        f"posterior {by_domain['ensemble by posterior']:.3f}.",
         paper="accuracy in percent, "
         + ", ".join(f"{name} {quoted}" for name, quoted in QUOTED.items())
         + " (Wortsman et al. 2022, Table 3, ImageNet).",
@@ -315,13 +227,13 @@ def show(config: Config, merged, start: float, together: float, domains):
             for key, value in (x.test | {"singles": x.singles}).items()
         },
         remarks=[
-            compare(soups, "greedy soup", "best single"),
-            compare(soups, "greedy soup", "uniform soup"),
-            compare(soups, "best single", "uniform soup"),
-            compare(soups, "ensemble", "greedy soup"),
-            compare(btm, "ensemble by posterior", "ensemble"),
-            compare(btm, "ensemble by posterior", "uniform soup"),
-            compare(btm, "ensemble by posterior", "gradients averaged"),
+            compare(by_settings, "greedy soup", "best single"),
+            compare(by_settings, "greedy soup", "uniform soup"),
+            compare(by_settings, "best single", "uniform soup"),
+            compare(by_settings, "ensemble", "greedy soup"),
+            compare(by_domain, "ensemble by posterior", "ensemble"),
+            compare(by_domain, "ensemble by posterior", "uniform soup"),
+            compare(by_domain, "ensemble by posterior", "gradients averaged"),
             f"The greedy soup has {chosen} of the {config.models} models with other "
             "settings. The ensemble has all of them, also those with a poor rate.",
             "The paper's numbers are accuracies of another task, and those of "
@@ -346,12 +258,12 @@ def draw(config: Config, merged, domains) -> Figure:
     """Losses by rate with those of the soups; each expert's loss on each domain."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    soups = merged["settings"]
+    mixed = merged["settings"]
     rates = np.geomspace(*config.rates, config.models)
-    left.plot(rates, soups.singles.mean(1), "o-", color="0.6", label="single models")
+    left.plot(rates, mixed.singles.mean(1), "o-", color="0.6", label="single models")
     lines = "uniform soup", "greedy soup", "ensemble"
     for name, color in zip(lines, ("tab:blue", "tab:orange", "tab:green"), strict=True):
-        left.axhline(float(soups.test[name]), color=color, label=name)
+        left.axhline(float(mixed.test[name]), color=color, label=name)
     left.set(xscale="log", xlabel="rate of Adam", ylabel="test loss (nats per byte)")
     left.grid(alpha=0.3)
     left.legend()
