@@ -16,19 +16,19 @@ from examples.common import byte_network, text
 from examples.common.byte_network import loss
 
 
+def train(theta, rate, batches):
+    adam = optax.adam(rate)
+
+    def step(carry, batch):
+        theta, state = carry
+        updates, state = adam.update(jax.grad(loss)(theta, batch), state)
+        return (optax.apply_updates(theta, updates), state), None
+
+    return jax.lax.scan(step, (theta, adam.init(theta)), batches)[0][0]
+
+
 def fine_tune(theta_0, rates, batches):
     """theta_i = FineTune(theta_0, h_i), where h_i is a rate of Adam."""
-
-    def train(theta, rate, batches):
-        adam = optax.adam(rate)
-
-        def step(carry, batch):
-            theta, state = carry
-            updates, state = adam.update(jax.grad(loss)(theta, batch), state)
-            return (optax.apply_updates(theta, updates), state), None
-
-        return jax.lax.scan(step, (theta, adam.init(theta)), batches)[0][0]
-
     return drjax.map_fn(train, (drjax.broadcast(theta_0), rates, batches))
 
 
@@ -65,43 +65,35 @@ def learned_weights(theta, validation, steps=25):
 
     alpha = jnp.zeros(drjax.partition_size())
     (alpha, _), _ = jax.lax.scan(step, (alpha, adam.init(alpha)), length=steps)
-    return jax.nn.softmax(alpha)
+    return jax.tree.map(jax.nn.softmax, alpha)
 
 
-def main(n=8, steps=100):
+def main(n=8, steps=150):
     """The start has seen half of a text; it is fine-tuned on the other half."""
     modules = sorted(text.load_stdlib().train, key=lambda x: -len(x.text))[:20]
     old, new = (np.concatenate([x.text for x in modules[i::2]]) for i in range(2))
-    cut = lambda source, count: text.cut(source, count, 64, np.random.default_rng(0))
-    split = lambda windows, *n: jax.tree.map(
-        lambda x: x.reshape(*n, -1, *x.shape[1:]), windows
-    )
+    new, held_out = np.split(new, [len(new) * 8 // 10])
+    held_out = text.batches(held_out, (2, 200), 64, seed=0)
+    validation, test = map(text.Windows, *held_out)
+    batches = text.batches(new, (n, steps, 4), 64, seed=0)
     theta_0 = byte_network.init(jax.random.key(0), width=96)
-    pretrain = jax.jit(drjax.program(models=1)(fine_tune))
-    start = pretrain(theta_0, np.array([3e-3]), split(cut(old, 4000), 1, 1000))
-    theta_0 = jax.tree.map(lambda x: x[0], start)
-    ends = np.cumsum([4 * n * steps, 100])
-    train, validation, test = (
-        text.Windows(*x)
-        for x in zip(
-            *[np.split(x, ends) for x in cut(new, ends[-1] + 200)], strict=True
-        )
-    )
-    rates = np.geomspace(1e-3, 1e-2, n)
+    theta_0 = jax.jit(train)(theta_0, 3e-3, text.batches(old, (1000, 4), 64, seed=0))
 
     @jax.jit
     @drjax.program(models=n)
     def losses(theta_0, batches):
-        theta = fine_tune(theta_0, rates, batches)
-        singles = drjax.gather(drjax.map_fn(loss, (theta, drjax.broadcast(test))))
+        theta = fine_tune(theta_0, np.geomspace(1e-3, 3e-2, n), batches)
+        scores, singles = (
+            drjax.gather(drjax.map_fn(loss, (theta, drjax.broadcast(windows))))
+            for windows in (validation, test)
+        )
         recipes = greedy_weights(theta, validation), learned_weights(theta, validation)
         soups = [loss(soup(theta, x), test) for x in (jnp.ones(n) / n, *recipes)]
-        return loss(theta_0, test), singles.min(), *soups
+        return loss(theta_0, test), singles[jnp.argmin(scores)], *soups
 
     names = "common start", "best single", "uniform soup", "greedy soup", "learned soup"
     print("test loss, nats per byte")
-    values = losses(theta_0, split(train, n, steps))
-    for name, value in zip(names, values, strict=True):
+    for name, value in zip(names, losses(theta_0, batches), strict=True):
         print(f"{name:13} {value:.3f}")
 
 

@@ -14,8 +14,10 @@ files, the held-out groups and the windows of a round are the same in every proc
 
 import collections
 import hashlib
+import math
 import zipfile
 import zlib
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -169,6 +171,14 @@ def cut(text: np.ndarray, count: int, length: int, rng: np.random.Generator) -> 
         lengths[row] = ends[i] - starts[i]
         tokens[row, : lengths[row] + 1] = text[starts[i] : ends[i] + 1]
     return Windows(tokens, lengths)
+
+
+def batches(
+    text: np.ndarray, shape: tuple[int, ...], length: int, seed: int | Sequence[int]
+) -> Windows:
+    """Cuts a text into windows of a shape: tokens [*shape, length + 1]."""
+    windows = cut(text, math.prod(shape), length, np.random.default_rng(seed))
+    return Windows(*(x.reshape(*shape, *x.shape[1:]) for x in windows))
 
 
 def sample_round(

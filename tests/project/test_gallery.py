@@ -61,7 +61,15 @@ SHORT = {
         memory=False,
         seeds=1,
     ),
-    "soups": dict(seed_steps=2, steps=2, width=8, test_windows=2, learned_steps=2),
+    "soups": dict(
+        seed_steps=2,
+        steps=2,
+        expert_steps=2,
+        width=8,
+        test_windows=2,
+        learned_steps=2,
+        seeds=1,
+    ),
     "sharded_server": dict(steps=2, model=TransformerConfig(d_model=16, layers=1)),
     "sweep": dict(trials=4, steps=3, width=4, seeds=1),
     "mixture": dict(steps=3, only="iris"),
@@ -123,25 +131,23 @@ def test_the_readme_has_the_numbers_of_self_tuning():
 
 def test_what_soups_says_of_orders_is_that_of_its_numbers():
     results = committed("soups")
-    cells = {line[0]: line[1:3] for line in results["table"]}
-    losses = [{k: float(x[i]) for k, x in cells.items() if x[i]} for i in range(2)]
-    orders = [x for x in results["remarks"] if "published" in x and " 2." in x]
-    assert len(orders) == 7
-    for order in orders:
-        better, worse = (x.rsplit(" ", 1)[0] for x in order.split(", ")[:2])
-        kind = losses["posterior" in better]  # of settings, or of domains
-        assert soups.compare(kind, better, worse) == order
     numbers = results["numbers"]
-    for kind, values in zip(("settings", "domains"), losses, strict=True):
-        for name, value in values.items():
-            if exact := numbers.get(f"{kind}: {name}"):
-                assert f"{exact[0]:.3f}" == f"{value:.3f}"
+    orders = [soups.compare(numbers, *pair) for pair in soups.ORDERS]
+    assert results["remarks"][: len(orders)] == orders
+    reached = all(order.endswith("as published in all seeds.") for order in orders)
+    assert results["badge"] == ("order reached" if reached else None)
+    for method, *cells, _ in results["table"]:
+        for name, cell in zip(results["columns"][1:-1], cells, strict=True):
+            values = numbers.get(f"{name}: {method}")
+            assert cell == (soups.spread(values) if values else "")
 
 
 def test_a_soup_that_is_worse_is_not_the_published_order():
-    text = soups.compare({"a": 2.0, "b": 1.5}, "a", "b")
-    assert text == "a 2.000, b 1.500, not the published order."
-    assert soups.compare({"a": 1.0, "b": 1.5}, "a", "b").endswith(", as published.")
+    losses = {"a": [2.0, 1.0], "b": [1.5, 0.5], "c": [1.8, 2.0]}
+    text = soups.compare(losses, "a", "b")
+    assert text == "a 1.500, b 1.000: not the published order."
+    assert soups.compare(losses, "b", "a").endswith(": as published in all seeds.")
+    assert soups.compare(losses, "a", "c").endswith(": as published in 1 of 2 seeds.")
 
 
 def test_what_fedavg_says_of_orders_is_that_of_its_numbers():
