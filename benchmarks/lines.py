@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import textwrap
 import zipfile
 from collections.abc import Collection
 from pathlib import Path
@@ -29,8 +28,7 @@ from benchmarks import ledgers
 
 ROOT = Path(__file__).parents[1]
 
-TASK = {"main", "cohorts", "apply", "loss", "accuracy"}
-START, END = "# --8<-- [start:algorithm]\n", "# --8<-- [end:algorithm]\n"
+TASK = {"main", "train", "cohorts", "apply", "first_theta", "loss", "accuracy"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,11 +130,7 @@ def _decorators(node: ast.AST) -> list[ast.expr]:
 
 def algorithm_lines(example: str) -> int:
     """The lines of code of an algorithm's functions and classes, without the task's."""
-    path = ROOT / "examples" / "algorithms" / f"{example}.py"
-    if not path.exists():  # not yet apart from its reproduction
-        text = (ROOT / "examples" / "reproductions" / f"{example}.py").read_text()
-        return code_lines(textwrap.dedent(text.split(START)[1].split(END)[0]))
-    text = path.read_text()
+    text = (ROOT / "examples" / "algorithms" / f"{example}.py").read_text()
     defined = (*_FUNCTIONS, _CLASS)
     names = [x.name for x in ast.parse(text).body if isinstance(x, defined)]
     return code_lines(text, [name for name in names if name not in TASK])

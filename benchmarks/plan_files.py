@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from tqdm import tqdm
 
 import drjax
@@ -27,6 +26,7 @@ from benchmarks.report import Goal, Row
 from benchmarks.worker import hello, taken
 from examples import plans
 from examples.common.sinusoid import init
+from examples.common.transformer import TransformerConfig
 from examples.reproductions import diloco
 
 BYTES = 1_000_000
@@ -55,13 +55,16 @@ def sinusoid() -> tuple[Callable, tuple]:
 
 def transformer() -> tuple[Callable, tuple]:
     """The round of `examples/reproductions/diloco.py`."""
-    config = diloco.Config(only="H = 10")
+    config = diloco.Config(
+        only="H = 10", model=TransformerConfig(d_model=16, layers=1, heads=2)
+    )
     task, (method,) = diloco.Task(config), diloco.list_methods(config)
-    train_round, params, _ = task.make_round(method)
-    state = diloco.first_state(method, params)
-    args = state, task.deal(config.workers), np.int32(0)
+    params, k = task.params(0), config.workers
+    algorithm = diloco.make_algorithm(method, task.loss, params)
+    keys = diloco.step_keys(0, 0, method.period, k)
+    args = *algorithm.start(params), task.deal(k), keys
     typed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return train_round, jax.tree.map(typed, args)
+    return algorithm.train_round, jax.tree.map(typed, args)
 
 
 PROGRAMS = {"local SGD, perceptron": sinusoid, "DiLoCo, transformer": transformer}

@@ -22,7 +22,6 @@ import json
 import re
 import shlex
 import sys
-import textwrap
 from pathlib import Path
 
 DOCS = Path(__file__).parent
@@ -38,7 +37,6 @@ PART = re.compile(
     r"^<!-- part: ([^\n]+) -->\n(?:.*?)^<!-- end of part -->$", re.M | re.S
 )
 LANGUAGES = {".py": "python", ".sh": "bash"}
-MARKS = "# --8<-- [start:algorithm]\n", "# --8<-- [end:algorithm]\n"
 
 
 def reproductions() -> list[Path]:
@@ -57,15 +55,8 @@ def algorithms(code: str) -> list[str]:
     ]
 
 
-def algorithm_parts(name: str, code: str) -> list[str]:
+def algorithm_parts(code: str) -> list[str]:
     """The algorithms of a reproduction, as a part of its page."""
-    if MARKS[0] in code:  # not yet apart
-        algorithm = code.split(MARKS[0])[1].split(MARKS[1])[0].rstrip(" ")
-        return [
-            f"From [examples/reproductions/{name}.py]"
-            f"(../../examples/reproductions/{name}.py):",
-            f"```python\n{textwrap.dedent(algorithm).strip()}\n```",
-        ]
     parts = []
     for algorithm in algorithms(code):
         file = f"examples/algorithms/{algorithm}.py"
@@ -87,7 +78,7 @@ def examples() -> dict[str, dict]:
             "about": results["title"],
             "title": title.rstrip("."),
             "text": text.strip("\n"),
-            "algorithm": algorithm_parts(path.stem, code),
+            "algorithm": algorithm_parts(code),
         }
     return shown
 

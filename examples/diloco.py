@@ -5,9 +5,10 @@
 See `examples/reproductions/diloco.py`, which this runs.
 """
 
-import tyro
-
-from examples.reproductions.diloco import Config, main
-
 if __name__ == "__main__":
+    # Not above: worker processes import this file, and need nothing of it.
+    import tyro
+
+    from examples.reproductions.diloco import Config, main
+
     main(tyro.cli(Config))

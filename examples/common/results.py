@@ -45,7 +45,7 @@ class Results:
     """What differs from the paper, and where its numbers are not reached."""
 
     def write(self, folder: Path, config: Any, figure: Figure) -> None:
-        """Prints the table, and writes `results.json` and `figure.png`."""
+        """Prints it, and writes `results.json` and `figure.png`."""
         settings = dataclasses.asdict(config)
         del settings["output"]
         cores = len(os.sched_getaffinity(0))
@@ -65,13 +65,13 @@ class Results:
         for cells in self.table:
             shown.add_row(*map(str, cells))
         console = Console(highlight=False, soft_wrap=True)
+        if self.verdict:
+            console.print(f"Verdict: {self.verdict}")
         console.print(shown)
         for line in (self.measured, f"Published: {self.paper}", *self.remarks):
             console.print(line)
         seconds = f"{about['seconds']} s, {about['cpu_seconds']} s of the CPU"
         console.print(f"{seconds}. Results and figure: {folder}")
-        if self.verdict:
-            console.print(f"Verdict: {self.verdict}")
 
 
 def lines(

@@ -229,6 +229,13 @@ def deal(sizes: list[int], parts: int) -> list[list[int]]:
     return dealt
 
 
+def deal_modules(modules: list[Module], parts: int) -> np.ndarray:
+    """Deals whole modules to parts, and cuts these to one length: [parts, bytes]."""
+    dealt = deal([len(module.text) for module in modules], parts)
+    texts = [np.concatenate([modules[i].text for i in part]) for part in dealt]
+    return np.stack([x[: min(map(len, texts))] for x in texts])
+
+
 def cut_all(modules: list[Module], count: int, length: int) -> Windows:
     """Cuts up to `count` windows from each module: tokens [modules, count, length + 1].
 

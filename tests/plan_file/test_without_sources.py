@@ -18,7 +18,6 @@ from drjax._planner.arguments import flat_inputs
 from drjax.backends import reference
 from examples.algorithms import maml
 from examples.common.sinusoid import init, sample_task
-from examples.common.transformer import TransformerConfig
 from examples.reproductions import diloco
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
@@ -62,12 +61,8 @@ np.savez(output_path, **outputs)
 
 def round_of_diloco():
     """The program that examples/reproductions/diloco.py trains, small."""
-    size = TransformerConfig(d_model=8, layers=1, heads=2, mlp_ratio=2)
-    config = diloco.Config(model=size, only="H = 10", workers=4, batch=2, length=8)
-    task, (method,) = diloco.Task(config), diloco.list_methods(config)
-    train_round, params, _ = task.make_round(method)
-    data = task.deal(config.workers)[:, :1000]
-    return train_round, (diloco.first_state(method, params), data, jnp.asarray(0))
+    one = diloco.engine_round()
+    return one.step, (one.shared, one.own, one.data[:, :1000])
 
 
 def gradient_of_maml():

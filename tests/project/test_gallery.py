@@ -40,6 +40,8 @@ SHORT = {
         batch=1,
         eval_windows=1,
         only="H = 10",
+        seeds=(0,),
+        parts=False,
         model=TransformerConfig(d_model=8, layers=1, heads=2),
     ),
     "dp_fedavg": dict(rounds=2, steps=2, places=170, noises=(1.0,)),

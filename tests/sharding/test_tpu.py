@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import drjax
 from drjax.compiled import read_hlo
 from drjax.plan import Wire
-from examples.reproductions import diloco
+from examples.algorithms import streaming_diloco
 from experiments import machine
 from experiments.config import Machine
 from tests.helpers import cases, models
@@ -206,22 +206,22 @@ def streaming_round(delay: int, options: dict[str, str]) -> str:
     """A round of Streaming DiLoCo with two fragments, compiled for eight workers."""
     mesh, size = tpu_mesh({"workers": 8}), 256
 
-    def loss(params, data, number):
+    def loss(params, data, key):
         (a,), (b,) = params
-        return jnp.mean((jnp.tanh(data[number] @ a) @ b - data[number]) ** 2)
+        data = data + jax.random.normal(key)
+        return jnp.mean((jnp.tanh(data @ a) @ b - data) ** 2)
 
-    nesterov = optax.sgd(0.7, 0.9, nesterov=True)
-    method = diloco.Method("", optax.adam(1e-3), nesterov, 8, 20, fragments=2)
-    method = method._replace(delay=delay, mixing=0.5)
-    train_round = diloco.make_round(method, loss, lambda number: number >= 0)
+    inner, outer = optax.adam(1e-3), optax.sgd(0.7, 0.9, nesterov=True)
+    train_round = streaming_diloco.make_round(loss, inner, outer, 8, delay, 0.5)
     params = [[jnp.zeros((size, size))], [jnp.zeros((size, size))]]
-    state = jax.eval_shape(lambda x: diloco.first_state(method, x), params)
-    data = jax.ShapeDtypeStruct((8, 20, 128, size), jnp.float32)
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-    specs = diloco.State(P(), P(), P("workers"), P("workers")), P("workers"), P()
-    layout = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs)
+    start = lambda x: streaming_diloco.start(x, inner, outer, 8)
+    data = jax.ShapeDtypeStruct((8, 128, size), jnp.float32)
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), (8, 20)))
+    args = *jax.eval_shape(start, params), data, keys
+    specs = P(), P("workers"), P("workers"), P("workers")
+    layout = tuple(jax.NamedSharding(mesh, spec) for spec in specs)
     with jax.set_mesh(mesh):
-        lowered = jax.jit(train_round, in_shardings=layout).lower(state, data, number)
+        lowered = jax.jit(train_round, in_shardings=layout).lower(*args)
         return lowered.compile(options).as_text() or ""
 
 
