@@ -10,15 +10,69 @@ jaxpr is closed unless its name or its type says that it is open.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import jax
 from jax._src import core
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr as ClosedJaxpr
+
+    # JAX declares any `aval` an `AbstractValue`, which has no shape and no dtype. For
+    # type checkers these have one of any type, and JAX's own classes conform to them.
+    class Var(Protocol):
+        @property
+        def aval(self) -> Any: ...
+
+    class Literal(Var, Protocol):
+        @property
+        def val(self) -> Any: ...
+
+    class Eqn(Protocol):
+        @property
+        def invars(self) -> list[Any]: ...
+        @property
+        def outvars(self) -> list[Any]: ...
+        @property
+        def primitive(self) -> core.Primitive: ...
+        @property
+        def params(self) -> dict[str, Any]: ...
+        @property
+        def effects(self) -> Any: ...
+        @property
+        def source_info(self) -> Any: ...
+        @property
+        def ctx(self) -> Any: ...
+        def replace(
+            self,
+            invars: Any = None,
+            outvars: Any = None,
+            primitive: Any = None,
+            params: Any = None,
+            effects: Any = None,
+            source_info: Any = None,
+            ctx: Any = None,
+        ) -> "Eqn": ...
+
+    class OpenJaxpr(Protocol):
+        @property
+        def constvars(self) -> list[Any]: ...
+        @property
+        def invars(self) -> list[Any]: ...
+        @property
+        def outvars(self) -> list[Any]: ...
+        @property
+        def eqns(self) -> list[Any]: ...
+        @property
+        def effects(self) -> Any: ...
+        @property
+        def debug_info(self) -> Any: ...
+
+    Atom: TypeAlias = Var | Literal
 else:  # the public module takes 20 ms to import
     ClosedJaxpr = getattr(core, "ClosedJaxpr", core.Jaxpr)
+    OpenJaxpr, Eqn, Var = core.Jaxpr, core.JaxprEqn, core.Var
+    Atom = core.Var | core.Literal
 
 Array: TypeAlias = jax.Array  # global or partitioned
 GlobalArray: TypeAlias = jax.Array  # [*s]
@@ -26,10 +80,6 @@ PartitionedArray: TypeAlias = jax.Array  # [n, *s]
 DeviceArray: TypeAlias = jax.Array  # [k, *s], the slices that one device has
 
 Aval: TypeAlias = core.ShapedArray
-OpenJaxpr: TypeAlias = core.Jaxpr
-Eqn: TypeAlias = core.JaxprEqn
-Var: TypeAlias = core.Var
-Atom: TypeAlias = core.Var | core.Literal
 Params: TypeAlias = dict[str, Any]  # of an equation
 Mesh: TypeAlias = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
