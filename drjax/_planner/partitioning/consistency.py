@@ -10,8 +10,7 @@ Sharp edges: the kinds of a loop are recorded at its last visit, so both functio
 an environment that has reached its fixed point.
 """
 
-from typing import Any
-
+from drjax._compat.types import Atom, Eqn
 from drjax._planner.partitioning import diagnostics
 from drjax._planner.partitioning.control_flow import check_loop
 from drjax._planner.partitioning.environment import Environment
@@ -19,20 +18,13 @@ from drjax._planner.partitioning.kind import GLOBAL
 from drjax._planner.partitioning.propagation_rules import rule_of
 
 
-def contradictions(env: Environment, eqn) -> list[Any]:
+def contradictions(env: Environment, eqn: Eqn) -> list[Atom]:
     """List an equation's variables that are partitioned where another kind is needed.
 
-    The needed kind is global, or partitioned along another axis. A global operand is
-    never listed, as it can be scattered.
-
-    Args:
-      env: The inferred kinds of the variables of the program that contains the
-        equation.
-      eqn: The equation, of any primitive.
-
-    Returns:
-      The variables, operands first, then results; [] if there are none. If the equation
-      mixes the slices of different groups, all of its partitioned operands and results.
+    Operands first, then results. The needed kind is global, or partitioned along
+    another axis. A global operand is never listed, as it can be scattered. If the
+    equation mixes the slices of different groups, all of its partitioned operands and
+    results are listed.
     """
     atoms = [*eqn.invars, *eqn.outvars]
     actual = [env.cell(atom) for atom in atoms]
@@ -49,18 +41,11 @@ def contradictions(env: Environment, eqn) -> list[Any]:
 
 
 def check_partitioning(env: Environment) -> Environment:
-    """Check that the inferred kinds fit each equation, also in the bodies of loops.
+    """Return `env`, after a check that its kinds fit each equation, also in loops.
 
-    Args:
-      env: The inferred kinds of a program's variables (each global, or partitioned
-        along an axis), after the last phase of inference. It is not modified.
-
-    Returns:
-      `env` itself.
-
-    Raises:
-      PlanError: An equation mixes the slices of different groups; or an operand is
-        partitioned where it must be global, or partitioned along another axis.
+    It needs the kinds after the last phase of inference. The first equation that mixes
+    the slices of different groups, or takes a partitioned value where it needs another
+    kind, raises a `PlanError`.
     """
     for eqn in env.program.eqns:
         check_equation(env, eqn)
@@ -70,19 +55,10 @@ def check_partitioning(env: Environment) -> Environment:
     return env
 
 
-def check_equation(env: Environment, eqn) -> None:
-    """Check that the inferred kinds of the operands and results fit an equation.
+def check_equation(env: Environment, eqn: Eqn) -> None:
+    """Raise a `PlanError` if an equation mixes groups, or an operand's kind is wrong.
 
     The bodies of a loop are not checked.
-
-    Args:
-      env: The inferred kinds of the variables of the program that contains the
-        equation.
-      eqn: The equation.
-
-    Raises:
-      PlanError: The equation mixes the slices of different groups; or an operand is
-        partitioned where it must be global, or partitioned along another axis.
     """
     if env.is_loop(eqn):
         check_loop(env, eqn)

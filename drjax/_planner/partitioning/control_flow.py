@@ -23,6 +23,7 @@ refuses it.
 import functools
 from collections.abc import Callable, Sequence
 
+from drjax._compat.types import Eqn
 from drjax._jaxprs.walk import split_scan, split_while
 from drjax._planner.partitioning import diagnostics
 from drjax._planner.partitioning.environment import Environment, LoopKinds
@@ -34,30 +35,17 @@ from drjax._planner.partitioning.kind import (
     shift_axis,
 )
 
-# Infers a body from the kinds of its arguments and of its results, as far as known.
+# Infers a body from the kinds of its arguments and of its results, as far as known:
+# `(argument_kinds, result_kinds)`, and for that of a `program` its partition.
 Body = Callable[..., Environment]
-# The same, for any body.
+# The same, for any body, an `InlinedJaxpr`, which is the first argument.
 InferBody = Callable[..., Environment]
 
 
-def infer_loop(env: Environment, eqn, infer_body: InferBody) -> LoopKinds:
-    """Infer the kinds of a `scan`, `while` or `cond` and of its bodies.
+def infer_loop(env: Environment, eqn: Eqn, infer_body: InferBody) -> LoopKinds:
+    """Infer the kinds of a `scan`, `while`, `cond` or `program`, and of its bodies.
 
-    A `program` equation, whose body is a program over another partition, is inferred
-    here, too: its operands and results are global.
-
-    Args:
-      env: The kinds of the variables of the program that contains the equation, so far.
-        It is read only; the caller records the result.
-      eqn: The equation.
-      infer_body: `infer_body(body, argument_kinds, result_kinds)` returns the
-        environment of a body (the kinds of its variables), an `InlinedJaxpr`, from the
-        kinds known of its arguments and results. For the body of a `program`, its
-        partition is the fourth argument.
-
-    Returns:
-      The kind that each operand must have, the kind of each result, and the environment
-      of each body.
+    `env` is only read; the caller records the result.
     """
     operands = [env.cell(v) for v in eqn.invars]
     results = [env.cell(v) for v in eqn.outvars]
@@ -66,27 +54,17 @@ def infer_loop(env: Environment, eqn, infer_body: InferBody) -> LoopKinds:
 
 
 # A rule for each primitive, from its equation, the kinds of its operands and results as
-# far as they are known, and functions that infer its bodies.
+# far as they are known (else free), and functions that infer its bodies.
 
 
-def _scan(eqn, operands: list, results: list, bodies: Sequence[Body]) -> LoopKinds:
+def _scan(
+    eqn: Eqn, operands: list[Kind], results: list[Kind], bodies: Sequence[Body]
+) -> LoopKinds:
     """Infer the kinds of a scan: a fixed point over its carried values.
 
     A carried value has one kind in all steps. If the body raises it, say from free to
     partitioned, the body is inferred again with the raised kind. A stack has the steps
     along axis 0, so a group axis k of a stack is axis k - 1 in the body.
-
-    Args:
-      eqn: The scan.
-      operands: The kind of each operand as far as known, else free: constants, initial
-        carried values, stacks.
-      results: The kind of each result, likewise: carried values, stacked results.
-      bodies: One function, `(argument_kinds, result_kinds) -> Environment`, which
-        infers the kinds of the variables of the body.
-
-    Returns:
-      The kind that each operand must have, the kind of each result, and the environment
-      of the body.
     """
     (infer_step,) = bodies
     consts, init, stacks = split_scan(eqn, operands)
@@ -113,24 +91,13 @@ def _scan(eqn, operands: list, results: list, bodies: Sequence[Body]) -> LoopKin
     return LoopKinds([*const_kinds, *carry, *xs], [*carry, *ys], (body,))
 
 
-def _while(eqn, operands: list, results: list, bodies: Sequence[Body]) -> LoopKinds:
+def _while(
+    eqn: Eqn, operands: list[Kind], results: list[Kind], bodies: Sequence[Body]
+) -> LoopKinds:
     """Infer the kinds of a while: a fixed point over its carried values.
 
     A carried value has one kind in all steps, before and after the step and in the
-    condition. The result of the condition is global, as all groups leave the loop
-    together.
-
-    Args:
-      eqn: The while.
-      operands: The kind of each operand as far as known, else free: constants of the
-        condition, constants of the body, initial carried values.
-      results: The kind of each result, the final carried values, likewise.
-      bodies: Two functions, `(argument_kinds, result_kinds) -> Environment`, which
-        infer the kinds of the variables of the condition and of the body.
-
-    Returns:
-      The kind that each operand must have, the kind of each result, and the
-      environments `(condition, body)`.
+    condition.
     """
     infer_condition, infer_step = bodies
     cond_consts, body_consts, init = split_while(eqn, operands)
@@ -151,25 +118,10 @@ def _while(eqn, operands: list, results: list, bodies: Sequence[Body]) -> LoopKi
     return LoopKinds(operand_kinds, carry, (cond, body))
 
 
-def _cond(eqn, operands: list, results: list, bodies: Sequence[Body]) -> LoopKinds:
-    """Infer the kinds of a cond: a result is partitioned if one branch's result is.
-
-    Other branches then scatter theirs. The index of the branch is global, as all groups
-    take the same branch.
-
-    Args:
-      eqn: The cond.
-      operands: The kind of each operand as far as known, else free: the index, then the
-        operands of all branches.
-      results: The kind of each result, likewise.
-      bodies: For each branch a function,
-        `(argument_kinds, result_kinds) -> Environment`, which infers the kinds of its
-        variables.
-
-    Returns:
-      The kind that each operand must have, the kind of each result, and the environment
-      of each branch.
-    """
+def _cond(
+    eqn: Eqn, operands: list[Kind], results: list[Kind], bodies: Sequence[Body]
+) -> LoopKinds:
+    """Infer the kinds of a cond: a result is partitioned if one branch's result is."""
     ins, outs = operands[1:], results
     while True:
         branches = tuple(infer_branch(ins, outs) for infer_branch in bodies)
@@ -185,21 +137,13 @@ def _cond(eqn, operands: list, results: list, bodies: Sequence[Body]) -> LoopKin
     return LoopKinds([GLOBAL, *operand_kinds], outs, branches)
 
 
-def _program(eqn, operands: list, results: list, bodies: Sequence[Body]) -> LoopKinds:
+def _program(
+    eqn: Eqn, operands: list[Kind], results: list[Kind], bodies: Sequence[Body]
+) -> LoopKinds:
     """Infer the kinds of a program over another partition: here, all values are global.
 
-    What is partitioned over the other partition is global to the program around it. In
-    the body all kinds are inferred from the start, with free arguments and results.
-
-    Args:
-      eqn: The `program` equation, whose parameter `over` is the other partition.
-      operands: The kinds of its operands, of which only the number is used.
-      results: The kinds of its results, of which only the number is used.
-      bodies: One function, `(argument_kinds, result_kinds, over) -> Environment`, which
-        infers the kinds of the variables of the body over the partition `over`.
-
-    Returns:
-      Global for each operand and result, and the environment of the body.
+    In the body all kinds are inferred over that partition, from free arguments and
+    results.
     """
     (infer_program,) = bodies
     # What is partitioned over another partition is global to the program around it.
@@ -211,24 +155,16 @@ def _program(eqn, operands: list, results: list, bodies: Sequence[Body]) -> Loop
 _RULES = {"scan": _scan, "while": _while, "cond": _cond, "program": _program}
 
 
-def check_loop(env: Environment, eqn) -> None:
-    """Check that a loop's operands and results have the kinds that its bodies need.
+def check_loop(env: Environment, eqn: Eqn) -> None:
+    """Raise a `PlanError` if the kinds of a loop's operands or results do not fit.
 
-    The equations of the bodies are not checked.
+    They do not in these cases; the equations of the bodies are not checked:
 
-    Args:
-      env: The inferred kinds of the variables of the program that contains the loop;
-        `env.loops[eqn]` has those that its bodies need.
-      eqn: The loop: a `scan`, `while`, `cond` or `program`.
-
-    Raises:
-      PlanError: In each of these cases:
-
-        * the groups are the steps of a scan, or the index of a cond is partitioned;
-        * an operand is partitioned where the loop needs a global value, or one that is
-          partitioned along another axis;
-        * the bodies make a result partitioned that has another kind outside the loop;
-        * a body moves the group axis of a carried value, or a branch that of a result.
+    * the groups are the steps of a scan, or the index of a cond is partitioned;
+    * an operand is partitioned where the loop needs a global value, or one that is
+      partitioned along another axis;
+    * the bodies make a result partitioned that has another kind outside the loop;
+    * a body moves the group axis of a carried value, or a branch that of a result.
     """
     loop = env.loops[eqn]
     name, kinds = eqn.primitive.name, [env[v] for v in eqn.invars]
@@ -256,18 +192,13 @@ def check_loop(env: Environment, eqn) -> None:
                 raise diagnostics.refusal(env, eqn, diagnostics.MOVES_GROUP_AXIS)
 
 
-def _required_of_bodies(eqn, loop: LoopKinds) -> list[tuple[Environment, list[Kind]]]:
-    """List the kinds that the results of a loop's bodies must have.
+def _required_of_bodies(
+    eqn: Eqn, loop: LoopKinds
+) -> list[tuple[Environment, list[Kind]]]:
+    """List the kinds that the results of each body must have, with its environment.
 
-    Args:
-      eqn: The loop: a `scan`, `while`, `cond` or `program`.
-      loop: The kinds of its operands, results and bodies.
-
-    Returns:
-      Pairs `(environment of a body, kind of each of its results)`: for the body of a
-      scan or while, and for each branch of a cond. There is no pair for the condition
-      of a while, whose result is global; and [] for a `program`, whose results may have
-      any kinds over its own partition.
+    There is no pair for the condition of a while, whose result is global; and none for
+    a `program`, whose results may have any kinds over its own partition.
     """
     results = list(loop.result_kinds)
     match eqn.primitive.name:
@@ -286,15 +217,7 @@ def _required_of_bodies(eqn, loop: LoopKinds) -> list[tuple[Environment, list[Ki
 
 
 def _argument_and_result_kinds(body: Environment) -> tuple[list[Kind], list[Kind]]:
-    """Return the kinds of a loop body's arguments and results, as far as inferred.
-
-    Args:
-      body: The kinds of the variables of the body.
-
-    Returns:
-      `(kind of each argument, kind of each result)`, two lists; the kind of a variable
-      that is not inferred yet is free.
-    """
+    """Return the kinds of a body's arguments and of its results; some may be free."""
     program = body.program
     ins, outs = program.invars, program.outvars
     # Not `body[v]`, which is global for a free variable that a later phase may raise.
@@ -307,12 +230,6 @@ def _scatterable(kinds: Sequence[Kind]) -> list[Kind]:
     It is applied to the initial values of a loop and to the results of branches. A
     global one of these may still be scattered, if the loop or another branch needs a
     partitioned value, so it must not decide that the kind is global.
-
-    Args:
-      kinds: A kind for each value.
-
-    Returns:
-      A new list with a kind for each value.
     """
     return [kind if kind.partitioned else FREE for kind in kinds]
 
@@ -320,13 +237,8 @@ def _scatterable(kinds: Sequence[Kind]) -> list[Kind]:
 def _join(*columns: Sequence[Kind]) -> list[Kind]:
     """Return the highest kind of each variable: free < global < partitioned.
 
-    Args:
-      *columns: Sequences of kinds. Each has one kind for each variable, in the same
-        order.
-
-    Returns:
-      A list with one kind for each variable. If it is partitioned along different axes
-      in different sequences, the kind of the first of these.
+    Each column has one kind for each variable. If it is partitioned along different
+    axes in different columns, the first of these wins.
     """
     joined = []
     for kinds in zip(*columns, strict=True):

@@ -7,6 +7,7 @@ Invariants: inference decides before it asks for a text, so source lines (debug 
 influence texts only.
 """
 
+from drjax._compat.types import Eqn, Var
 from drjax._errors import PlanError
 from drjax._jaxprs.provenance import source_line
 from drjax._jaxprs.walk import backward_slice, definitions
@@ -42,19 +43,13 @@ _CALLBACK = (
 _NO_RULE = "drjax has no unbatching rule for it. "
 
 
-def refusal(env: Environment, eqn, fix: str) -> PlanError:
+def refusal(env: Environment, eqn: Eqn, fix: str) -> PlanError:
     """Build the error for an equation that has no plan; the caller raises it.
 
-    Args:
-      env: The kinds of the variables of the program that contains the equation.
-      eqn: The equation.
-      fix: A sentence on what users can do about it: `MIXES_GROUPS`,
-        `ALREADY_PARTITIONED`, `MOVES_GROUP_AXIS` or `ANOTHER_AXIS`.
-
-    Returns:
-      An error that names the primitive, its source line, the types and kinds of its
-      operands, the partition and the fix. For callbacks, primitives without an
-      unbatching rule, and arguments that `partitioned=` declares, the fix says more.
+    It names the primitive, its source line, the types and kinds of its operands, the
+    partition and `fix`, which is a constant of this module. For callbacks, primitives
+    without an unbatching rule, and arguments that `partitioned=` declares, the fix says
+    more.
     """
     operands = ", ".join(f"{v.aval.str_short()} {env[v]}" for v in eqn.invars)
     name = eqn.primitive.name
@@ -81,18 +76,11 @@ def refusal(env: Environment, eqn, fix: str) -> PlanError:
     )
 
 
-def _declared_partitioned(env: Environment) -> set:
+def _declared_partitioned(env: Environment) -> set[Var]:
     """Return the arguments that the user's `partitioned=` declares to be partitioned.
 
-    If an equation that has no plan depends on one, the error mentions the declaration,
-    which may be wrong.
-
-    Args:
-      env: The kinds of a program's variables, and the declared kinds of its arguments.
-
-    Returns:
-      The set of the arguments' variables. If `env` is that of a loop's body, the
-      arguments known to be partitioned from outside of the loop.
+    If `env` is that of a loop's body, the arguments known to be partitioned from
+    outside of the loop.
     """
     # The kinds of a loop body's arguments are inferred, not declared. `refusal` leaves
     # them out, as they have no names.
@@ -100,19 +88,10 @@ def _declared_partitioned(env: Environment) -> set:
     return {var for var, kind in pairs if kind is not None and kind.partitioned}
 
 
-def _arguments_of(eqn, program: InlinedJaxpr) -> set:
-    """Collect the named arguments of a program on which an equation depends.
+def _arguments_of(eqn: Eqn, program: InlinedJaxpr) -> set[Var]:
+    """Return the named arguments on which operands of an equation depend, at any depth.
 
-    They are for the text of an error.
-
-    Args:
-      eqn: An equation of the program.
-      program: The program. Only a whole one has named arguments; the body of a loop has
-        none.
-
-    Returns:
-      The set of the arguments' variables on which operands of `eqn` depend, through any
-      number of equations; empty if there are none.
+    Only a whole program has named arguments; the body of a loop has none.
     """
     _, starts = backward_slice(eqn.invars, definitions(program.eqns))
     return set(starts).intersection(program.names)

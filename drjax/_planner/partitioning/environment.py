@@ -18,6 +18,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 from drjax import _compat
+from drjax._compat.types import Atom, Eqn, Var
 from drjax._partition import Partition
 from drjax._planner.implicit_communication import (
     ImplicitCommunication,
@@ -49,12 +50,7 @@ from drjax.primitives import reduce_fold_p, scatter_p
 
 @dataclass(frozen=True)
 class EquationKinds:
-    """The kinds of an equation's operands and results.
-
-    Attributes:
-      operand_kinds: For each operand the kind that it must have.
-      result_kinds: For each result the kind that it has.
-    """
+    """The kind that each operand must have, and the kind that each result has."""
 
     operand_kinds: Sequence[Kind]
     result_kinds: Sequence[Kind]
@@ -62,14 +58,10 @@ class EquationKinds:
 
 @dataclass(frozen=True)
 class LoopKinds(EquationKinds):
-    """The kinds of the operands and results of a loop of rounds, and of its bodies.
+    """The kinds of a loop of rounds, and the environment of each of its bodies.
 
-    Attributes:
-      operand_kinds: For each operand of the `scan`, `while` or `cond` the kind that it
-        must have.
-      result_kinds: For each result the kind that it has.
-      bodies: The environment of each body: `(body,)` of a scan, `(condition, body)` of
-        a while, one for each branch of a cond.
+    `bodies` is `(body,)` of a scan and a program, `(condition, body)` of a while, one
+    for each branch of a cond.
     """
 
     bodies: tuple["Environment", ...]
@@ -85,8 +77,7 @@ class Environment:
       argument_kinds: For each argument of `program` the kind that is declared, or for
         the body of a loop is known from outside; None or free: it is inferred.
       cells: For each variable that is no longer free its kind.
-      loops: For each loop of rounds, a `scan`, `while` or `cond` equation, the kinds of
-        its operands, results and bodies, as of its last visit.
+      loops: For each loop of rounds its kinds, as of its last visit.
     """
 
     program: InlinedJaxpr
@@ -95,7 +86,7 @@ class Environment:
     cells: dict[Any, Kind]
     loops: dict[Any, LoopKinds] = field(default_factory=dict)
 
-    def __getitem__(self, atom: Any) -> Kind:
+    def __getitem__(self, atom: Atom) -> Kind:
         """Return the inferred kind of a variable or literal: global or partitioned.
 
         A variable that is still free, without an inferred kind, counts as global. A
@@ -105,15 +96,11 @@ class Environment:
         # No use demands slices of a free variable, so the server computes it once.
         return GLOBAL if kind is FREE else kind
 
-    def cell(self, atom: Any) -> Kind:
+    def cell(self, atom: Atom) -> Kind:
         """Return the kind of a variable or literal, as far as it is inferred.
 
-        Args:
-          atom: A variable or literal of the program.
-
-        Returns:
-          Free for a variable whose kind is not inferred yet, and for a scalar literal,
-          which fits any kind; global for a literal with a shape.
+        Free for a variable whose kind is not inferred yet, and for a scalar literal,
+        which fits any kind; global for a literal with a shape.
         """
         if isinstance(atom, Literal):
             # A scalar literal fits a partitioned partner, as pointwise equations
@@ -122,19 +109,12 @@ class Environment:
             return GLOBAL if aval.shape else FREE
         return self.cells.get(atom, FREE)
 
-    def join(self, atoms: Sequence[Any], kinds: Sequence[Kind | None]) -> list[Any]:
-        """Set the kinds of variables that are still free, in `cells`.
+    def join(self, atoms: Sequence[Atom], kinds: Sequence[Kind | None]) -> list[Var]:
+        """Set the kinds of variables that are still free, and return these variables.
 
-        The kind of any other variable stays, also if it differs from the new one:
-        inference never replaces a kind. `contradictions` detects such differences
-        afterwards.
-
-        Args:
-          atoms: Variables, or literals, which are ignored.
-          kinds: A kind for each of them; None or free changes nothing.
-
-        Returns:
-          The list of variables that were free and are no longer.
+        None and free change nothing. The kind of any other variable stays, also if it
+        differs from the new one: inference never replaces a kind. `contradictions`
+        detects such differences afterwards.
         """
         raised = []
         for atom, kind in zip(atoms, kinds, strict=True):
@@ -145,31 +125,17 @@ class Environment:
                 raised.append(atom)
         return raised
 
-    def group_axes(self, atoms: Sequence[Any]) -> tuple[int | None, ...]:
-        """Return the group axis of each variable, as far as inferred, as a tuple.
-
-        Args:
-          atoms: Variables, or literals, which are never partitioned.
-
-        Returns:
-          For each atom the axis along which it is partitioned; None if it is global, or
-          if its kind is not inferred yet.
-        """
+    def group_axes(self, atoms: Sequence[Atom]) -> tuple[int | None, ...]:
+        """Return the group axis of each atom; None: global, literal or still free."""
         return tuple([self.cell(atom).axis for atom in atoms])
 
-    def signature(self, eqn) -> EquationKinds | None:
+    def signature(self, eqn: Eqn) -> EquationKinds | None:
         """Return the kinds that a building block over the partition takes and returns.
 
-        They follow from the equation alone, not from the inferred kinds. Of a move of
-        slices between a population and a cohort of it, the side that is not over the
+        None for any other equation, also for a building block over another partition.
+        The kinds follow from the equation alone, not from the inferred kinds. Of a move
+        of slices between a population and a cohort of it, the side that is not over the
         partition of this environment is global, and so is the index.
-
-        Args:
-          eqn: The equation, of any primitive.
-
-        Returns:
-          The kind of each operand and of each result; None if the equation is no
-          building block, or one over another partition.
         """
         if self.partition is None or "partition" not in eqn.params:
             return None
@@ -192,7 +158,7 @@ class Environment:
         kinds = [*operands, *operands[-1:] * num_operands][:num_operands]
         return EquationKinds(kinds, [result] * len(eqn.outvars))
 
-    def is_loop(self, eqn) -> bool:
+    def is_loop(self, eqn: Eqn) -> bool:
         """Whether an equation is a loop of rounds, whose bodies have their own plans.
 
         These are a `program` over another partition; a `scan`, `while` or `cond` of
@@ -200,9 +166,6 @@ class Environment:
         block over the partition; and the scans that rematerialization has rewritten.
         Not among them is a scan that implies communication, as its steps are the
         groups. Other loops are work of the server.
-
-        Args:
-          eqn: The equation, of any primitive.
         """
         if eqn.primitive.name not in CONTROL:
             return False
@@ -222,21 +185,14 @@ class Environment:
             _holds_blocks, self.program, eqn, self.partition
         )
 
-    def implicit_communication(self, eqn) -> ImplicitCommunication | None:
+    def implicit_communication(self, eqn: Eqn) -> ImplicitCommunication | None:
         """Recognize an equation that implies communication, as a sum of groups does.
 
         It depends on which operands are partitioned, as far as inferred, so the answer
-        may change while kinds are inferred.
-
-        Args:
-          eqn: The equation, of any primitive.
-
-        Returns:
-          The same work written with building blocks, and the group axes of the
-          equation's operands and results. In a partition of one group, this may be a
-          gather of the operands, for an equation that cannot be unbatched. None if the
-          equation implies no communication that has a plan, is a building block over
-          the partition, or has no partitioned operand.
+        may change while kinds are inferred. In a partition of one group, the result may
+        be a gather of the operands, for an equation that cannot be unbatched. None if
+        the equation implies no communication that has a plan, is a building block over
+        the partition, or has no partitioned operand.
         """
         if self.partition is None or self.signature(eqn) is not None:
             return None
@@ -253,21 +209,14 @@ class Environment:
             return gather_operands(eqn, axes)
         return implicit
 
-    def unbatched(self, eqn) -> UnbatchedEquation | None:
-        """Unbatch an equation on partitioned values: derive the equation of one group.
+    def unbatched(self, eqn: Eqn) -> UnbatchedEquation | None:
+        """Derive the equation of one group, by the kinds inferred so far.
 
-        Which operands are partitioned, and along which axes, is read from the kinds
-        inferred so far. If no operand is partitioned, the results' group axes decide:
-        of the ways in which one operand could be partitioned, the first that gives the
-        results these axes.
-
-        Args:
-          eqn: The batched equation, of any primitive.
-
-        Returns:
-          The equation of one group. None if no operand or result is partitioned, as far
-          as inferred, if the equation mixes the slices of different groups, or if its
-          primitive has no unbatching rule.
+        If no operand is partitioned, the results' group axes decide: of the ways in
+        which one operand could be partitioned, the first that gives the results these
+        axes. None if no operand or result is partitioned, as far as inferred, if the
+        equation mixes the slices of different groups, or if its primitive has no
+        unbatching rule.
         """
         axes = self.group_axes(eqn.invars)
         if any(axis is not None for axis in axes):
@@ -285,18 +234,11 @@ class Environment:
                 return candidate
         return None
 
-    def unbatching_candidates(self, eqn) -> list[UnbatchedEquation]:
+    def unbatching_candidates(self, eqn: Eqn) -> list[UnbatchedEquation]:
         """Unbatch an equation for each way in which one operand could be partitioned.
 
         An operand could be partitioned along each of its axes of size n, the number of
         groups. The inferred kinds are not read.
-
-        Args:
-          eqn: The equation, of any primitive.
-
-        Returns:
-          A list with the equation of one group for each operand and axis of size n to
-          which the primitive's unbatching rule applies. [] if there is none.
         """
         return unbatching_candidates(eqn, self._num_groups)
 
@@ -306,16 +248,12 @@ class Environment:
         """The number of groups of the partition; without one -1, which no axis has."""
         return -1 if self.partition is None else self.partition.size
 
-    def is_redundant_scatter(self, eqn) -> bool:
-        """Whether an equation is a `scatter` of a value that is partitioned already.
+    def is_redundant_scatter(self, eqn: Eqn) -> bool:
+        """Whether an equation is a `scatter` of a value that has the group axis 0 already.
 
-        The value has the group axis 0. Such a scatter changes nothing. Derivatives have
-        it: the transpose of a gather scatters the cotangent of its result, which is
-        partitioned where the result was used in equations that are the work of each
-        group.
-
-        Args:
-          eqn: The equation, of any primitive.
+        Such a scatter changes nothing. Derivatives have it: the transpose of a gather
+        scatters the cotangent of its result, which is partitioned where the result was
+        used in equations that are the work of each group.
         """
         if self.signature(eqn) is None or eqn.primitive is not scatter_p:
             return False
@@ -323,19 +261,12 @@ class Environment:
         return self.cell(eqn.invars[0]) == PARTITIONED
 
 
-def _known_index(program: InlinedJaxpr, eqn) -> tuple[int, ...] | None:
-    """Return the indices of a `gather` or `scatter` into one axis, if they are known.
+def _known_index(program: InlinedJaxpr, eqn: Eqn) -> tuple[int, ...] | None:
+    """Return the k indices, `[k, 1]`, of a `gather`, `scatter` or `scatter-add`.
 
-    If they are a permutation of the groups, reading or updating groups is a permute.
-
-    Args:
-      program: The inlined jaxpr that contains the equation.
-      eqn: The equation, of any primitive.
-
-    Returns:
-      A tuple of k integers, the values of indices of shape `[k, 1]`. None if they are
-      not known while planning, if they have another shape, or if `eqn` is no `gather`,
-      `scatter` or `scatter-add`.
+    None if they are not known while planning or have another shape, and for any other
+    equation. If they are a permutation of the groups, reading or updating groups is a
+    permute.
     """
     if eqn.primitive.name not in ("gather", "scatter", "scatter-add"):
         return None
@@ -347,27 +278,20 @@ def _known_index(program: InlinedJaxpr, eqn) -> tuple[int, ...] | None:
 
 
 def _kind_of_end(own: bool) -> Kind:
-    """Return the kind of one side of a move of slices, its operand or its result.
+    """Return the kind of an operand or result of a move of slices.
 
-    Args:
-      own: Whether this side is over the partition that is planned: then it is
-        partitioned. If not, it is a population over another partition, a global value.
+    It is partitioned if it is over the partition that is planned (`own`); if not, it is
+    a population over another partition, a global value.
     """
     return PARTITIONED if own else GLOBAL
 
 
-def _holds_blocks(program: InlinedJaxpr, eqn, partition: Partition) -> bool:
+def _holds_blocks(program: InlinedJaxpr, eqn: Eqn, partition: Partition) -> bool:
     """Whether the body of a loop binds a building block over a partition.
 
-    A building block is a primitive of drjax that communicates. It counts at any depth,
-    except inside mapped functions. A `program` over another partition in a body counts,
-    too, as it has rounds of its own.
-
-    Args:
-      program: The inlined jaxpr of the equation. Of its loops it has the bodies that
-        are inlined already; for others, their jaxprs are searched.
-      eqn: The loop: a `scan`, `while` or `cond`.
-      partition: The partition.
+    It counts at any depth, except inside mapped functions. A `program` over another
+    partition in a body counts, too, as it has rounds of its own. Bodies that are not
+    inlined yet are searched as jaxprs.
     """
     if any(uses_blocks(j, partition) for j in _compat.jaxprs_in(eqn.params)):
         return True

@@ -38,6 +38,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
+from drjax._compat.types import Eqn, Var
 from drjax._errors import PlanError
 from drjax._partition import Partition
 from drjax._planner.inline import InlinedJaxpr
@@ -55,13 +56,11 @@ class _ConflictingDemands(Exception):
     """An equation mixes groups, but only because of demands on its operands.
 
     A demand is the kind that an equation needs of an operand. Demands of other
-    equations have made operands partitioned that this equation needs to be global.
-
-    Attributes:
-      variables: These operands. Inference starts again with them forced to be global.
+    equations have made `variables` partitioned, which are operands that this equation
+    needs to be global. Inference starts again with them forced to be global.
     """
 
-    def __init__(self, variables: set[Any]):
+    def __init__(self, variables: set[Var]):
         self.variables = variables
 
 
@@ -74,28 +73,14 @@ def infer_partitioning(
 ) -> Environment:
     """Infer the kinds of all variables of an inlined jaxpr; they are not checked yet.
 
-    A kind is global, or partitioned along an axis; a variable without one is free. If
-    equations demand contradicting kinds of a variable, it is forced to be global, and
-    inference starts again.
+    None or free, in `argument_kinds` and `result_kinds`, means that the kind is to be
+    inferred; results may also be left out. If equations demand contradicting kinds of a
+    variable, it is forced to be global, and inference starts again. An equation that
+    mixes groups, whatever is demanded, raises a `PlanError`.
 
-    Args:
-      program: The inlined jaxpr, of a whole program or of the body of a loop.
-      partition: The partition of the program, None if it has no building block.
-      argument_kinds: For each argument its kind; None or free: it is to be inferred.
-      result_kinds: For each result the kind that it must have; None, free or left out:
-        it is to be inferred.
-      last_phase: The last of `PHASES` to run: "forward" propagates kinds from operands
-        to results; "global" and "partitioned" also propagate demands for values of this
-        kind from results to operands. Default: all three run.
-
-    Returns:
-      A new environment, a table of the kinds. After the last of all phases, its
-      `env[var]` is global for variables that are still free. After an earlier one, the
-      program around a loop's body may still demand a kind of them: read
-      `env.cell(var)`.
-
-    Raises:
-      PlanError: An equation mixes the slices of different groups.
+    After the last phase, `env[var]` is global for variables that are still free. After
+    an earlier one, the program around a loop's body may still demand a kind of them:
+    read `env.cell(var)`.
     """
     # Variables whose uses demand different axes. No one axis fits, so they are global
     # and scattered for each use.
@@ -113,22 +98,12 @@ def infer_partitioning(
 
 def _run_phases(
     env: Environment, result_kinds: Sequence[Kind | None], last_phase: str
-) -> set[Any]:
-    """Infer the kinds of an environment's variables phase by phase, and record them.
+) -> set[Var]:
+    """Infer the kinds of `env` phase by phase, and return the variables in conflict.
 
-    Args:
-      env: The kinds of the program's variables, so far; new ones are written to it.
-      result_kinds: For each result of the program the kind that it must have; None,
-        free or left out: it is to be inferred.
-      last_phase: The last of `PHASES` ("forward", "global", "partitioned") to run.
-
-    Returns:
-      The variables for which equations demand contradicting kinds: the caller forces
-      them to be global and starts again with a new environment. An empty set if there
-      are none, or if `last_phase` is not the last of all phases.
-
-    Raises:
-      PlanError: An equation mixes the slices of different groups, whatever is demanded.
+    These are the variables for which equations demand contradicting kinds: the caller
+    forces them to be global and starts again with a new environment. There are none if
+    `last_phase` is not the last of all phases.
     """
     env.join(env.program.invars, env.argument_kinds)
     settled: frozenset[Any] = frozenset()
@@ -151,20 +126,12 @@ def _run_phases(
     return conflicts - settled
 
 
-def _propagate(env: Environment, phase: str, settled: frozenset[Any]) -> None:
+def _propagate(env: Environment, phase: str, settled: frozenset[Var]) -> None:
     """Apply the propagation rules of all equations until no kind changes.
 
-    Args:
-      env: The kinds of the program's variables, so far; new ones are written to it.
-      phase: One of `PHASES`: "forward" propagates kinds from operands to results;
-        "global" and "partitioned" also propagate demands for values of this kind from
-        results to operands.
-      settled: The variables whose kinds are known before this phase begins.
-
-    Raises:
-      _ConflictingDemands: In the last phase, an equation mixes groups, and some of its
-        partitioned operands are not in `settled`: only demands made them partitioned.
-      PlanError: An equation mixes groups otherwise.
+    `settled` are the variables whose kinds are known before this phase begins. If, in
+    the last phase, an equation mixes groups, and some of its partitioned operands are
+    not settled, it raises `_ConflictingDemands`: only demands made them partitioned.
     """
     eqns, neighbors = env.program.eqns, env.program.defs_and_uses
     order = range(len(eqns))
@@ -193,28 +160,12 @@ def _propagate(env: Environment, phase: str, settled: frozenset[Any]) -> None:
 
 
 def _visit(
-    env: Environment, eqn, loop: bool, phase: str, infer_body: InferBody
-) -> list[Any]:
-    """Apply the propagation rule of an equation once, and record the kinds that follow.
+    env: Environment, eqn: Eqn, loop: bool, phase: str, infer_body: InferBody
+) -> list[Var]:
+    """Apply the rule of an equation once, and return the variables that it raised.
 
-    Args:
-      env: The kinds of the program's variables, so far; new ones are written to it.
-      eqn: The equation.
-      loop: Whether the equation is a loop of rounds, a `scan`, `while` or `cond` with
-        partitioned values or communication in its bodies.
-      phase: One of `PHASES`. In "forward", kinds propagate from operands to results
-        only. In "global" and "partitioned", demands for values of this kind also
-        propagate from results to operands.
-      infer_body: `infer_body(body, argument_kinds, result_kinds)` returns the
-        environment of a loop's body, from the kinds known of its arguments and of its
-        results.
-
-    Returns:
-      The list of operands and results of the equation that were free, without a kind,
-      and are no longer.
-
-    Raises:
-      PlanError: The equation mixes the slices of different groups.
+    They are the operands and results that were free and are no longer. In the forward
+    phase, no demand on operands is made.
     """
     # A loop is always visited: its bodies may still have free variables.
     forward = loop or any(env.cell(v) == FREE for v in eqn.outvars)
@@ -234,10 +185,8 @@ def _visit(
 def _in_phase(kind: Kind | None, phase: str) -> Kind | None:
     """Return `kind` if demands for this kind propagate in the phase, else None.
 
-    Args:
-      kind: The kind that is demanded of a variable; None: no demand.
-      phase: One of `PHASES`. In "global", demands for global values propagate; in
-        "partitioned", those for partitioned values, along any axis; in "forward", none.
+    In "global" those for global values do, in "partitioned" those for partitioned ones
+    along any axis, in "forward" none.
     """
     return kind if kind is not None and kind.name == phase else None
 
@@ -252,27 +201,10 @@ def _infer_body(
 ) -> Environment:
     """Infer the kinds of a loop's body, in no more phases than the program around it.
 
-    Inference has three phases, `PHASES`: "forward" propagates kinds from operands to
-    results; then "global" propagates demands for global values back to operands; then
-    "partitioned" those for partitioned values. While the program around the loop is in
-    the second, it may still demand a global value of the body, which a third phase of
-    the body would have made partitioned too early.
-
-    Args:
-      partition: The partition of the program around the loop; None: it has none.
-      phase: The phase that this program is in: the last one to run for the body.
-      body: The inlined jaxpr of the body.
-      argument_kinds: The kind of each argument of the body, as far as known; else free.
-      result_kinds: The kind of each result of the body, as far as known; else free.
-      over: The partition of the body, if it is a program over another one; None: it is
-        `partition`.
-
-    Returns:
-      The environment of the body: the table of the kinds of its variables. It is
-      cached, and the same object for the same arguments, so callers must not modify it.
-
-    Raises:
-      PlanError: An equation of the body mixes the slices of different groups.
+    While the program around the loop is in the second phase, it may still demand a
+    global value of the body, which a third phase of the body would have made
+    partitioned too early. The body's partition is `over`, if it is a program over
+    another one. The environment is cached: callers must not modify it.
     """
     # A fixed point asks for the same kinds often, and nested loops would otherwise be
     # inferred exponentially often.

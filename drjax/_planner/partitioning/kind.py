@@ -16,20 +16,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jax.extend.core import Primitive
+
 from drjax import primitives
 from drjax._primitives.reduce_ops import of_primitive
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The kind of a variable: free, global, or partitioned along an axis.
+    """The kind of a variable: "free", "global", or "partitioned" along `axis`.
 
-    A variable is free if no kind is inferred for it yet. Free is the lowest element of
-    the lattice.
-
-    Attributes:
-      name: "free", "global" or "partitioned".
-      axis: The group axis of a partitioned value; None for the other kinds.
+    A variable is free if no kind is inferred for it yet: the lowest element of the
+    lattice. `axis` is the group axis; None for the other kinds.
     """
 
     name: str
@@ -60,18 +58,11 @@ def kinds_of_axes(axes: Sequence[int | None]) -> list[Kind]:
 
 
 def shift_axis(kind: Kind, by: int) -> Kind:
-    """Return the kind of one step of a scan's stack, or of the stack, from a step's.
+    """Return the kind of one step of a scan's stack (`by` -1), or of the stack (+1).
 
     A stack has the steps along a new axis 0, so a group axis is greater by one in the
-    stack than in a step. Free and global kinds are returned unchanged.
-
-    Args:
-      kind: The kind of the stack, or of one step.
-      by: -1 from the stack to one step, +1 from one step to the stack.
-
-    Returns:
-      The kind. Free for one step of a stack that is partitioned along axis 0, whose
-      steps are the groups.
+    stack than in a step. One step of a stack that is partitioned along axis 0, whose
+    steps are the groups, is free. Free and global kinds are returned unchanged.
     """
     if kind.axis is None:
         return kind
@@ -96,16 +87,10 @@ _SIGNATURES: dict[Any, Signature] = {
 }
 
 
-def signature(primitive: Any) -> Signature | None:
-    """Return the kinds that a primitive of drjax takes and returns.
+def signature(primitive: Primitive) -> Signature | None:
+    """Return the kinds that a primitive of drjax takes, and the kind of each result.
 
-    Args:
-      primitive: Any primitive.
-
-    Returns:
-      `(kinds of the operands, kind of each result)`. The tuple of operands' kinds may
-      be shorter than the operands: its last kind is that of all further ones. None if
-      it is no primitive of drjax, or a fold, whose kinds depend on its parameters.
+    None for primitives of JAX, and for a fold, whose kinds depend on its parameters.
     """
     # Plug-ins register reductions of their own, so the table above lists none.
     if of_primitive(primitive) is not None:

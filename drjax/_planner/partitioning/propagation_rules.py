@@ -22,6 +22,7 @@ from collections.abc import Sequence
 
 from jax import lax
 
+from drjax._compat.types import Eqn
 from drjax._planner.fences import fence_p
 from drjax._planner.partitioning import diagnostics
 from drjax._planner.partitioning.control_flow import InferBody, infer_loop
@@ -33,67 +34,35 @@ class PropagationRule(abc.ABC):
     """How the kinds of an equation's operands and results depend on each other.
 
     `results` propagates kinds forward, from operands to results; `demands` backward,
-    from results to operands. Their arguments:
-
-    * env: The kinds of the variables of the program that contains the equation.
-    * eqn: The equation.
-    * infer_body: Infers the environment of a loop's body, from the body and the kinds
-      known of its arguments and of its results.
+    from results to operands. `env` has the kinds, so far, of the variables of the
+    program with the equation. The rules write no kinds of variables to it, which the
+    caller does.
     """
 
     @abc.abstractmethod
-    def kinds(self, env: Environment, eqn) -> EquationKinds | None:
+    def kinds(self, env: Environment, eqn: Eqn) -> EquationKinds | None:
         """Return the kinds that partitioned operands and results must have.
 
-        Args:
-          env: The kinds, so far, of the variables of the program with the equation.
-          eqn: The equation.
-
-        Returns:
-          A kind for each operand and result, as far as they follow from the kinds in
-          `env`. None if no operand or result is partitioned, or if the equation mixes
-          groups, so that none of them may be partitioned.
+        None if no operand or result is partitioned, or if the equation mixes groups, so
+        that none of them may be partitioned.
         """
 
     @abc.abstractmethod
-    def results(self, env: Environment, eqn, infer_body: InferBody) -> Sequence[Kind]:
-        """Return the kind of each result that follows from the kinds of the operands.
+    def results(
+        self, env: Environment, eqn: Eqn, infer_body: InferBody
+    ) -> Sequence[Kind]:
+        """Return the kind of each result, by the operands; free if none follows yet.
 
-        It writes no kinds of variables to `env`, which the caller does. For a loop of
-        rounds, it records the kinds of its operands, results and bodies in `env.loops`.
-
-        Args:
-          env: The kinds, so far, of the variables of the program with the equation.
-          eqn: The equation.
-          infer_body: `infer_body(body, argument_kinds, result_kinds)` returns the
-            environment of a loop's body, from the kinds known of its arguments and
-            results.
-
-        Returns:
-          A kind for each result; free if none follows yet.
-
-        Raises:
-          PlanError: The equation mixes the slices of different groups.
+        An equation that mixes the slices of different groups raises a `PlanError`.
         """
 
     @abc.abstractmethod
     def demands(
-        self, env: Environment, eqn, infer_body: InferBody
+        self, env: Environment, eqn: Eqn, infer_body: InferBody
     ) -> Sequence[Kind | None]:
-        """Return the kind that the equation demands of each operand.
+        """Return the kind that the equation demands of each operand, by the results.
 
-        Demands follow from the kinds of the results. It writes nothing to `env`; the
-        caller does.
-
-        Args:
-          env: The kinds, so far, of the variables of the program with the equation.
-          eqn: The equation.
-          infer_body: `infer_body(body, argument_kinds, result_kinds)` returns the
-            environment of a loop's body, from the kinds known of its arguments and
-            results.
-
-        Returns:
-          A kind for each operand; None or free: any kind will do.
+        None or free: any kind will do.
         """
 
 
@@ -104,15 +73,19 @@ class BuildingBlock(PropagationRule):
     broadcast takes global values and returns partitioned ones; a reduction the reverse.
     """
 
-    def kinds(self, env, eqn) -> EquationKinds:
+    def kinds(self, env: Environment, eqn: Eqn) -> EquationKinds:
         kinds = env.signature(eqn)
         assert kinds is not None
         return kinds
 
-    def results(self, env, eqn, infer_body):
+    def results(
+        self, env: Environment, eqn: Eqn, infer_body: InferBody
+    ) -> Sequence[Kind]:
         return self.kinds(env, eqn).result_kinds
 
-    def demands(self, env, eqn, infer_body):
+    def demands(
+        self, env: Environment, eqn: Eqn, infer_body: InferBody
+    ) -> Sequence[Kind | None]:
         return self.kinds(env, eqn).operand_kinds
 
 
@@ -123,16 +96,20 @@ class ControlFlow(PropagationRule):
     environments in `Environment.loops`.
     """
 
-    def kinds(self, env, eqn) -> EquationKinds:
+    def kinds(self, env: Environment, eqn: Eqn) -> EquationKinds:
         return env.loops[eqn]
 
-    def results(self, env, eqn, infer_body):
+    def results(
+        self, env: Environment, eqn: Eqn, infer_body: InferBody
+    ) -> Sequence[Kind]:
         # A visit that raises a variable of the loop is followed by another, so that the
         # last record is that of the fixed point.
         env.loops[eqn] = infer_loop(env, eqn, infer_body)
         return env.loops[eqn].result_kinds
 
-    def demands(self, env, eqn, infer_body):
+    def demands(
+        self, env: Environment, eqn: Eqn, infer_body: InferBody
+    ) -> Sequence[Kind | None]:
         # Inferred again, as its results may have been raised since.
         return infer_loop(env, eqn, infer_body).operand_kinds
 
@@ -144,16 +121,20 @@ class Communication(PropagationRule):
     building blocks that replace it.
     """
 
-    def kinds(self, env, eqn) -> EquationKinds:
+    def kinds(self, env: Environment, eqn: Eqn) -> EquationKinds:
         implicit = env.implicit_communication(eqn)
         assert implicit is not None
         axes = implicit.in_axes, implicit.result_axes(eqn)
         return EquationKinds(*map(kinds_of_axes, axes))
 
-    def results(self, env, eqn, infer_body):
+    def results(
+        self, env: Environment, eqn: Eqn, infer_body: InferBody
+    ) -> Sequence[Kind]:
         return self.kinds(env, eqn).result_kinds
 
-    def demands(self, env, eqn, infer_body):
+    def demands(
+        self, env: Environment, eqn: Eqn, infer_body: InferBody
+    ) -> Sequence[Kind | None]:
         return self.kinds(env, eqn).operand_kinds
 
 
@@ -164,14 +145,16 @@ class PerGroup(PropagationRule):
     without partitioned operands or results are work of the server.
     """
 
-    def kinds(self, env, eqn) -> EquationKinds | None:
+    def kinds(self, env: Environment, eqn: Eqn) -> EquationKinds | None:
         unbatched = env.unbatched(eqn)
         if unbatched is None:
             return None
         axes = unbatched.in_axes, unbatched.out_axes
         return EquationKinds(*map(kinds_of_axes, axes))
 
-    def results(self, env, eqn, infer_body):
+    def results(
+        self, env: Environment, eqn: Eqn, infer_body: InferBody
+    ) -> Sequence[Kind]:
         if any(axis is not None for axis in env.group_axes(eqn.invars)):
             kinds = self.kinds(env, eqn)
             if kinds is None:
@@ -189,7 +172,9 @@ class PerGroup(PropagationRule):
         # No operand can be partitioned, or no rule gives slices: the server's work.
         return [GLOBAL] * len(eqn.outvars)
 
-    def demands(self, env, eqn, infer_body):
+    def demands(
+        self, env: Environment, eqn: Eqn, infer_body: InferBody
+    ) -> Sequence[Kind | None]:
         anything = [None] * len(eqn.invars)
         results = [env.cell(v) for v in eqn.outvars]
         if any(kind.partitioned for kind in results):
@@ -207,31 +192,30 @@ class PerGroup(PropagationRule):
 class Barrier(PropagationRule):
     """The propagation rule of a fence: each result has the kind of its operand."""
 
-    def kinds(self, env, eqn) -> EquationKinds:
+    def kinds(self, env: Environment, eqn: Eqn) -> EquationKinds:
         operands, results = (map(env.cell, vs) for vs in (eqn.invars, eqn.outvars))
         pairs = zip(operands, results, strict=True)
         kinds = [result if operand == FREE else operand for operand, result in pairs]
         return EquationKinds(kinds, kinds)
 
-    def results(self, env, eqn, infer_body):
+    def results(
+        self, env: Environment, eqn: Eqn, infer_body: InferBody
+    ) -> Sequence[Kind]:
         return self.kinds(env, eqn).result_kinds
 
-    def demands(self, env, eqn, infer_body):
+    def demands(
+        self, env: Environment, eqn: Eqn, infer_body: InferBody
+    ) -> Sequence[Kind | None]:
         return self.kinds(env, eqn).operand_kinds
 
 
-def _reads_population(env: Environment, eqn) -> bool:
+def _reads_population(env: Environment, eqn: Eqn) -> bool:
     """Whether an equation reads elements of an array that has no group axis.
 
     That is `data[ids]`, with an array `data` of more elements than the result has, and
     no axis of the size of the partition: a population, of which the groups are a
     cohort. It stays work of the server: if groups did it, each would get a copy of all
     of `data`. The result is smaller, and can be scattered.
-
-    Args:
-      env: The kinds of the variables of the program that contains the equation, of
-        which only the partition is read.
-      eqn: The equation, of any primitive.
     """
     if eqn.primitive is not lax.gather_p or env.partition is None:
         return False
@@ -244,22 +228,8 @@ _BUILDING_BLOCK, _CONTROL_FLOW = BuildingBlock(), ControlFlow()
 _COMMUNICATION, _PER_GROUP, _BARRIER = Communication(), PerGroup(), Barrier()
 
 
-def rule_of(env: Environment, eqn) -> PropagationRule:
-    """Select the propagation rule of an equation by the present kinds of its operands.
-
-    Args:
-      env: The kinds of the variables of the program that contains the equation.
-      eqn: The equation, of any primitive.
-
-    Returns:
-      The first of these that applies:
-
-      * `BuildingBlock`: the equation is a building block over `env.partition`;
-      * `ControlFlow`: it is a loop of rounds, for which `env.is_loop(eqn)` is true;
-      * `Communication`: it combines or moves slices of groups, as a `lax.reduce_sum`
-        over the group axis does: `env.implicit_communication(eqn)` is not None;
-      * `PerGroup`: any other equation, work of each group or of the server.
-    """
+def rule_of(env: Environment, eqn: Eqn) -> PropagationRule:
+    """Select the propagation rule of an equation, by the kinds of its operands."""
     if eqn.primitive is fence_p:
         return _BARRIER
     if env.signature(eqn) is not None:
@@ -273,15 +243,7 @@ def rule_of(env: Environment, eqn) -> PropagationRule:
     return _PER_GROUP
 
 
-def has_free_operand(env: Environment, eqn) -> bool:
-    """Whether an operand of an equation that is no scalar is free.
-
-    A variable is free if inference has given it no kind yet, so that it could become
-    partitioned. A scalar could not: it has no axis along which groups could lie.
-
-    Args:
-      env: The kinds, so far, of the variables of the program with the equation.
-      eqn: The equation, of any primitive.
-    """
+def has_free_operand(env: Environment, eqn: Eqn) -> bool:
+    """Whether an operand of an equation that is no scalar is free."""
     # Scalars have no axis along which they could be partitioned.
     return any(env.cell(v) == FREE for v in eqn.invars if v.aval.shape)
