@@ -14,13 +14,18 @@ an operand an axis that was None: inference then demands it partitioned.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from jax import lax
 
 from drjax import _compat
+from drjax._compat.types import Array, Eqn, Params
 
+# The group axis of each operand; None: it is not partitioned.
 Axes = Sequence[int | None]
+# From the equation and the group axis of its one operand to the group axis of its
+# results, and the parameters that differ for one group; None: it mixes groups.
+AxisRule: TypeAlias = Callable[[Eqn, int], tuple[int, Params] | None]
 
 
 @dataclass(frozen=True)
@@ -44,17 +49,11 @@ class UnbatchedEquation:
     dropped_operands: tuple[int, ...] = ()
     keeps_unit_axis: bool = False
 
-    def run(self, eqn, operands: Sequence[Any]) -> list:
-        """Bind the equation of one group.
+    def run(self, eqn: Eqn, operands: Sequence[Array]) -> list[Array]:
+        """Bind the equation of one group, from slices to slices without the group axis.
 
-        Args:
-          eqn: The batched equation.
-          operands: An array for each operand of `eqn`: the slice of one group, without
-            the group axis; the whole operand if its entry in `self.in_axes` is None.
-            Those at positions in `self.dropped_operands` are not used.
-
-        Returns:
-          For each result of `eqn` the slice of this group, without the group axis.
+        There is an operand for each one of `eqn`, the batched equation, also for those
+        that are dropped; one whose entry in `self.in_axes` is None is whole.
         """
         if self.keeps_unit_axis:
             # The primitive needs this dimension, or an index addresses it. Where it has
@@ -74,40 +73,29 @@ class UnbatchedEquation:
         return outs
 
 
+# From the equation and the group axes of its operands to the equation of one group;
+# None: it mixes groups, or no operand is partitioned.
+UnbatchingRule: TypeAlias = Callable[[Eqn, Axes], UnbatchedEquation | None]
+
+
 def without(axis: int, dims: Sequence[int]) -> tuple[int, ...]:
     """Renumber dimensions of an array from which dimension `axis` is removed.
 
-    Args:
-      axis: The dimension that is removed.
-      dims: Dimensions of the array, `axis` not among them.
-
-    Returns:
-      The same dimensions, in the same order, as numbered in the array without `axis`:
-      those after `axis` are less by one.
+    `dims` does not have `axis`; those after it become less by one, and stay in order.
     """
     return tuple(d - (d > axis) for d in dims)
 
 
 def drop(axis: int, values: Sequence[Any]) -> tuple[Any, ...]:
-    """Return `values` without the entry at position `axis`, as a tuple.
-
-    Args:
-      axis: The position, for instance a dimension of an array.
-      values: A sequence, for instance with one entry for each dimension of the array.
-    """
+    """Return `values` without the entry at position `axis`, as a tuple."""
     return (*values[:axis], *values[axis + 1 :])
 
 
-def elementwise(eqn, axes: Axes) -> UnbatchedEquation | None:
+def elementwise(eqn: Eqn, axes: Axes) -> UnbatchedEquation | None:
     """Unbatch a pointwise equation: `f(x, y)[i] == f(x[i], y[i])`, along one axis.
 
-    Args:
-      eqn: The equation, whose operands have one shape, or are scalars.
-      axes: The group axis of each operand; None: it is not partitioned.
-
-    Returns:
-      The equation of one group, which takes slices of all operands but scalars. None if
-      no operand is partitioned, or operands are partitioned along different axes.
+    The group takes slices of all operands but scalars. None if no operand is
+    partitioned, or operands are partitioned along different axes.
     """
     known = {axis for axis in axes if axis is not None}
     # Groups along different axes would meet as a matrix of all pairs of groups.
@@ -125,21 +113,13 @@ def elementwise(eqn, axes: Axes) -> UnbatchedEquation | None:
     return UnbatchedEquation(in_axes, (axis,) * len(eqn.outvars), params)
 
 
-def unary(rule_of_axis: Callable) -> Callable:
+def unary(rule_of_axis: AxisRule) -> "UnbatchingRule":
     """Build the unbatching rule of a primitive with one operand.
 
-    Args:
-      rule_of_axis: `rule_of_axis(eqn, axis)`, with the group axis of the operand,
-        returns `(group axis of the results, {changed parameter: value for one group})`,
-        or None if the equation mixes groups.
-
-    Returns:
-      The rule, `rule(eqn, axes)`: `axes` has the group axis of the operand, None if it
-      is not partitioned. It returns the equation of one group; None if the operand is
-      not partitioned, or the equation mixes groups.
+    It is None if the operand is not partitioned, or the equation mixes groups.
     """
 
-    def rule(eqn, axes: Axes) -> UnbatchedEquation | None:
+    def rule(eqn: Eqn, axes: Axes) -> UnbatchedEquation | None:
         axis = axes[0]
         if axis is None or len(axes) != 1:
             return None

@@ -17,22 +17,16 @@ into G itself addresses other groups; `read_and_update_groups.py` has the cases 
 have a plan.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from drjax._compat.types import Eqn
 from drjax._planner.unbatching.core import Axes, UnbatchedEquation, drop, without
 
 
-def dynamic_slice(eqn, axes: Axes) -> UnbatchedEquation | None:
+def dynamic_slice(eqn: Eqn, axes: Axes) -> UnbatchedEquation | None:
     """Unbatch `dynamic_slice`: each group slices its other dimensions.
 
-    Args:
-      eqn: The `dynamic_slice`.
-      axes: The group axis of each of its operands (the array, then a start index for
-        each dimension); None: it is not partitioned.
-
-    Returns:
-      The equation of one group, without the start index of the group axis. None if the
-      array is not partitioned, or if the slice leaves out groups.
+    The start index of the group axis is dropped. None if the slice leaves out groups.
     """
     axis, sizes = axes[0], eqn.params["slice_sizes"]
     if axis is None or sizes[axis] != eqn.invars[0].aval.shape[axis]:
@@ -44,18 +38,11 @@ def dynamic_slice(eqn, axes: Axes) -> UnbatchedEquation | None:
     return UnbatchedEquation(in_axes, (axis,), params, (1 + axis,))
 
 
-def dynamic_update_slice(eqn, axes: Axes) -> UnbatchedEquation | None:
+def dynamic_update_slice(eqn: Eqn, axes: Axes) -> UnbatchedEquation | None:
     """Unbatch `dynamic_update_slice`: each group updates its slice.
 
-    Args:
-      eqn: The `dynamic_update_slice`.
-      axes: The group axis of each of its operands (the array, the update, then a start
-        index for each dimension); None: it is not partitioned.
-
-    Returns:
-      The equation of one group, which takes slices of array and update, and no start
-      index of the group axis. None if the update leaves out groups, if neither is
-      partitioned, or if they are along different axes.
+    It takes slices of array and update, and no start index of the group axis. None if
+    the update leaves out groups, or if array and update have different group axes.
     """
     known = {axis for axis in axes if axis is not None}
     operand, update = (var.aval.shape for var in eqn.invars[:2])
@@ -73,27 +60,17 @@ def dynamic_update_slice(eqn, axes: Axes) -> UnbatchedEquation | None:
 def _agree(axes: Axes, required: Axes) -> bool:
     """Whether each operand has the group axis that a rule requires, or none.
 
-    Args:
-      axes: The group axis of each operand; None: it is not partitioned.
-      required: For each operand the group axis that it must have if it is partitioned;
-        None: it must not be partitioned.
+    None in `required`: the operand must not be partitioned.
     """
     return all(a is None or a == r for a, r in zip(axes, required, strict=True))
 
 
-def gather(eqn, axes: Axes) -> UnbatchedEquation | None:
+def gather(eqn: Eqn, axes: Axes) -> UnbatchedEquation | None:
     """Unbatch `lax.gather`: each group gathers from its slice, or by its own indices.
 
     Either groups index their own slices of the operand, with shared or their own
-    indices, or they index a shared operand with their own indices.
-
-    Args:
-      eqn: The `lax.gather`.
-      axes: The group axes of its operand and of its indices; None: not partitioned.
-
-    Returns:
-      The equation of one group. None if an index may address the slice of another
-      group, or if the two group axes do not fit together.
+    indices, or they index a shared operand with their own indices. None if an index may
+    address the slice of another group, or if the two group axes do not fit together.
     """
     dims, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     operand, indices = (var.aval for var in eqn.invars)
@@ -141,18 +118,12 @@ def gather(eqn, axes: Axes) -> UnbatchedEquation | None:
     return UnbatchedEquation((a, b), (out,), params)
 
 
-def scatter(eqn, axes: Axes) -> UnbatchedEquation | None:
+def scatter(eqn: Eqn, axes: Axes) -> UnbatchedEquation | None:
     """Unbatch `lax.scatter`, `lax.scatter_add`, ...: each group updates its slice.
 
-    Args:
-      eqn: A scatter equation of `lax`.
-      axes: The group axes of its operand, indices and updates; None: not partitioned.
-
-    Returns:
-      The equation of one group, which takes slices of operand and updates, and of
-      indices if they share a batch dimension. None if an index may address the slice of
-      another group, if the updates leave out groups, or if the group axes do not fit
-      together.
+    It takes slices of operand and updates, and of indices if they share a batch
+    dimension. None if an index may address the slice of another group, if the updates
+    leave out groups, or if the group axes do not fit together.
     """
     dims = eqn.params["dimension_numbers"]
     operand, _, updates = (var.aval for var in eqn.invars)
@@ -199,15 +170,10 @@ def scatter(eqn, axes: Axes) -> UnbatchedEquation | None:
     return None
 
 
-def _lower(axis: int | None) -> Callable:
+def _lower(axis: int | None) -> Callable[[Sequence[int]], tuple[int, ...]]:
     """Build a function that renumbers dimensions of an array without dimension `axis`.
 
-    Args:
-      axis: The dimension that is removed; None: none is removed.
-
-    Returns:
-      A function from a sequence of dimensions of the array, to the tuple of these
-      dimensions as numbered without `axis`. It leaves out `axis` itself.
+    It leaves out `axis` itself. None: no dimension is removed.
     """
     if axis is None:
         return tuple

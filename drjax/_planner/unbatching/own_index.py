@@ -17,7 +17,7 @@ partitioning inference and comes before it. Sharp edges: k must be an integer co
 from constants by the primitives of `_LAYOUT` and pointwise ones.
 """
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Collection, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from jax import core, lax
 from jax.extend.core import Literal
 
 from drjax import _compat
+from drjax._compat.types import Atom, Eqn, Var
 from drjax._jaxprs.walk import backward_slice, definitions
 from drjax._planner.unbatching.rules import ELEMENTWISE
 
@@ -36,21 +37,16 @@ _LAYOUT = frozenset(
 )
 
 
-def share_batch_dimensions(eqns: list, consts: MutableMapping) -> list:
+def share_batch_dimensions(
+    eqns: list[Eqn], consts: MutableMapping[Var, Any]
+) -> list[Eqn]:
     """Rewrite gathers and scatters: batch dimensions replace columns of indices.
 
     A column has the indices into one dimension of the operand: a slice of the indices,
     of size one along their last dimension. It is replaced if it is known before the
     program runs and counts up from 0 along a batch, as `jnp.arange(n)` in
-    `x[jnp.arange(n), i]`. Constants of new columns are added to `consts`.
-
-    Args:
-      eqns: The equations of a program, definitions before uses.
-      consts: For each variable that is a constant of the program, or an argument that
-        is known, its value.
-
-    Returns:
-      All equations of the program, in order, with rewritten ones among them.
+    `x[jnp.arange(n), i]`. `consts` has the values of constants and of known arguments;
+    those of new columns are added to it. All equations are returned, in order.
     """
     if not any(eqn.primitive.name in _DIMENSION_FIELDS for eqn in eqns):
         return eqns
@@ -61,30 +57,21 @@ def share_batch_dimensions(eqns: list, consts: MutableMapping) -> list:
 class KnownIntegers:
     """The integer variables that depend on constants only: constant propagation.
 
-    Args:
-      eqns: The equations of the program, definitions before uses.
-      consts: For each variable that is a constant of the program its value.
-
-    Attributes:
-      consts: The argument; values of new constants may be added.
-      definition: For each variable that an equation defines, this equation.
+    `consts` has the values of constants and known arguments; values of new constants
+    may be added. `definition` has for each other variable the equation that defines it.
     """
 
-    def __init__(self, eqns: list, consts: MutableMapping):
+    def __init__(self, eqns: list[Eqn], consts: MutableMapping[Var, Any]):
         self.consts = consts
         self.definition = definitions(eqns)
         self._order = {id(e): i for i, e in enumerate(eqns)}
 
-    def value(self, var) -> np.ndarray | None:
-        """Evaluate a variable, if it is cheap to do so before the program runs.
+    def value(self, var: Atom) -> np.ndarray | None:
+        """Return the value of a variable, if it is cheap to evaluate while planning.
 
-        Args:
-          var: A variable or literal of the program.
-
-        Returns:
-          The value. None unless the variable depends only on literals and variables in
-          `self.consts`, by equations on integers or bools that are pointwise or in
-          `_LAYOUT`, such as an `iota` or a `reshape`; or if one of these is a tracer.
+        None unless it depends only on literals and variables in `self.consts`, by
+        equations on integers or bools that are pointwise or in `_LAYOUT`, such as an
+        `iota` or a `reshape`; or if one of these is a tracer.
         """
         if isinstance(var, Literal):
             return np.asarray(var.val)
@@ -95,7 +82,7 @@ class KnownIntegers:
             return None
         values: dict[Any, Any] = {}
 
-        def read(atom):
+        def read(atom: Atom) -> Any:
             if isinstance(atom, Literal):
                 return atom.val
             return values[atom] if atom in values else self.consts[atom]
@@ -109,7 +96,7 @@ class KnownIntegers:
         return np.asarray(read(var))
 
 
-def _is_evaluable(var, eqn) -> bool:
+def _is_evaluable(var: Var, eqn: Eqn) -> bool:
     """Whether `eqn`, which defines `var`, is cheap enough to evaluate while planning.
 
     It is if it is pointwise or in `_LAYOUT`, such as an `iota` or a `reshape`, and if
@@ -122,20 +109,12 @@ def _is_evaluable(var, eqn) -> bool:
     return all(kind in ("i", "u", "b") for kind in kinds)
 
 
-def _rewrite(eqn, known: KnownIntegers) -> list:
+def _rewrite(eqn: Eqn, known: KnownIntegers) -> list[Eqn]:
     """Replace the columns of indices that count 0, 1, ..., n - 1 in one equation.
 
-    A column has the indices into one dimension of the operand. A batch dimension, which
-    operand and indices share, replaces it.
-
-    Args:
-      eqn: The equation, of any primitive.
-      known: The values of the program's variables that are known before it runs.
-
-    Returns:
-      The equations that replace `eqn`: the gather or scatter, after a `concatenate` of
-      the columns that are left if there are several. `[eqn]` if it is another equation
-      or has no such columns, or if no other column would be left.
+    The results are the gather or scatter, after a `concatenate` of the columns that are
+    left if there are several. `[eqn]` if it is another equation or has no such columns,
+    or if no other column would be left.
     """
     fields = _DIMENSION_FIELDS.get(eqn.primitive.name)
     if fields is None or isinstance(eqn.invars[1], Literal):
@@ -189,20 +168,12 @@ def _rewrite(eqn, known: KnownIntegers) -> list:
     return [*more, eqn.replace(invars=ins, params=params)]
 
 
-def _columns(indices, known: KnownIntegers) -> list | None:
-    """Divide an array of indices into columns, one for each dimension that they index.
+def _columns(indices: Var, known: KnownIntegers) -> list[Any] | None:
+    """Divide indices `[..., k]` into k columns `[..., 1]`, one for each dimension.
 
-    Indices have shape `[..., k]` for k dimensions of the operand; a column is
-    `[..., 1]`.
-
-    Args:
-      indices: The variable that holds them.
-      known: The values of the program's variables that are known before it runs.
-
-    Returns:
-      For each of the k dimensions the column: a variable, an operand of the
-      `concatenate` that defines `indices`; or, if `indices` is no result of an equation
-      and its value is known, a NumPy array. None if the indices have no such columns.
+    A column is a variable, an operand of the `concatenate` that defines `indices`; or,
+    if `indices` is no result of an equation and its value is known, a NumPy array. None
+    if the indices have no such columns.
     """
     last, join = indices.aval.ndim - 1, known.definition.get(indices)
     if join is None:
@@ -216,13 +187,10 @@ def _columns(indices, known: KnownIntegers) -> list | None:
     return [*join.invars] if all(v.aval.shape[last] == 1 for v in join.invars) else None
 
 
-def _variable(column, known: KnownIntegers):
+def _variable(column: Atom | np.ndarray, known: KnownIntegers) -> Atom:
     """Return a column of indices as a variable that an equation can take.
 
-    Args:
-      column: The variable, or the values of a constant column, a NumPy array. For an
-        array, a new variable is made, and recorded as a constant in `known.consts`.
-      known: The values of the program's variables that are known before it runs.
+    For values, a new variable is recorded as a constant in `known.consts`.
     """
     if not isinstance(column, np.ndarray):
         return column
@@ -231,18 +199,14 @@ def _variable(column, known: KnownIntegers):
     return var
 
 
-def _counting_dimension(column: np.ndarray | None, size: int, shared) -> int | None:
+def _counting_dimension(
+    column: np.ndarray | None, size: int, shared: Collection[int]
+) -> int | None:
     """Return the dimension along which a column of indices counts 0, 1, ..., size - 1.
 
-    Args:
-      column: The indices into one dimension of the operand, `[..., 1]`; None: they are
-        not known.
-      size: The size of that dimension of the operand.
-      shared: The dimensions of the indices that are batch dimensions already.
-
-    Returns:
-      The first such dimension of `column` that is not in `shared`; None if there is
-      none.
+    The first one that is not in `shared`, the dimensions of the indices that are batch
+    dimensions already; None if there is none. `column` is `[..., 1]`, with the indices
+    into a dimension of `size` elements; None: they are not known.
     """
     if column is None:
         return None

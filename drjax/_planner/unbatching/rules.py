@@ -32,10 +32,13 @@ from collections.abc import Callable
 
 import numpy as np
 
+from drjax._compat.types import Eqn, Params
 from drjax._planner.unbatching import indexing
 from drjax._planner.unbatching.core import (
     Axes,
+    AxisRule,
     UnbatchedEquation,
+    UnbatchingRule,
     drop,
     elementwise,
     unary,
@@ -58,16 +61,11 @@ ELEMENTWISE = frozenset(
 )
 
 
-def unbatch(eqn, axes: Axes) -> UnbatchedEquation | None:
-    """Unbatch an equation: derive the equation of one group.
+def unbatch(eqn: Eqn, axes: Axes) -> UnbatchedEquation | None:
+    """Derive the equation of one group, by the group axis of each operand.
 
-    Args:
-      eqn: The equation, of any primitive.
-      axes: The group axis of each operand; None: it is not partitioned.
-
-    Returns:
-      The equation of one group. None if the equation mixes groups, its primitive has no
-      rule, or no operand is partitioned.
+    None if the equation mixes groups, its primitive has no rule, or no operand is
+    partitioned.
     """
     rule = UNBATCHING_RULES.get(eqn.primitive.name)
     if rule is None or all(axis is None for axis in axes):
@@ -75,19 +73,12 @@ def unbatch(eqn, axes: Axes) -> UnbatchedEquation | None:
     return rule(eqn, axes)
 
 
-def unbatch_single_group(eqn, axes: Axes) -> UnbatchedEquation | None:
+def unbatch_single_group(eqn: Eqn, axes: Axes) -> UnbatchedEquation | None:
     """Unbatch any equation of a partition of one group, where nothing can be mixed.
 
     The group axis of a result may be any of its axes of size one, as moving such an
-    axis moves no element.
-
-    Args:
-      eqn: The equation, of any primitive.
-      axes: The group axis of each operand, of size one; None: it is not partitioned.
-
-    Returns:
-      The equation of the group. None if a result has no axis of size one, for
-      callbacks, and for equations with effects.
+    axis moves no element. None if a result has none, for callbacks, and for equations
+    with effects.
     """
     shapes = [var.aval.shape for var in eqn.outvars]
     # Python would see the unit axis, and effects may not be repeated or moved.
@@ -98,20 +89,13 @@ def unbatch_single_group(eqn, axes: Axes) -> UnbatchedEquation | None:
     return UnbatchedEquation(tuple(axes), outs, dict(eqn.params), keeps_unit_axis=True)
 
 
-def unbatching_candidates(eqn, n: int) -> list[UnbatchedEquation]:
+def unbatching_candidates(eqn: Eqn, n: int) -> list[UnbatchedEquation]:
     """Unbatch an equation for each way in which one operand could be partitioned.
 
-    For inference: if there is such a way, an operand without a kind yet may become
-    partitioned later, and must not be made global before.
-
-    Args:
-      eqn: The equation, of any primitive.
-      n: The number of groups.
-
-    Returns:
-      The equation of one group for each operand and axis of size n for which the
-      primitive's rule gives one if this operand alone is known to be partitioned. Its
-      `in_axes` has the group axes that other operands then need. [] if there is none.
+    That is, along an axis of size n, and as far as the primitive's rule applies if this
+    operand alone is known to be partitioned; `in_axes` has the group axes that other
+    operands then need. For inference: if there is such a way, an operand without a kind
+    yet may become partitioned later, and must not be made global before.
     """
     if eqn.primitive.name not in UNBATCHING_RULES:
         return []
@@ -128,22 +112,12 @@ def unbatching_candidates(eqn, n: int) -> list[UnbatchedEquation]:
     return candidates
 
 
-# Rules with `axis` are for `unary`: from an equation and the group axis of its operand
-# to `(group axis of its results, parameters that differ for one group)`; None: it mixes
-# groups. Rules with `axes` have the arguments and results of `unbatch`.
+# Rules with `axis` are an `AxisRule`, for `unary`. Rules with `axes` are an
+# `UnbatchingRule`. None: the equation mixes groups, or their axes do not fit together.
 
 
-def _broadcast_in_dim(eqn, axis):
-    """Unbatch `broadcast_in_dim`: each group broadcasts its slice.
-
-    Args:
-      eqn: The equation.
-      axis: The group axis of its operand.
-
-    Returns:
-      `(group axis of the result, {changed parameter: value for one group})`; None if
-      the group axis has size one and is broadcast to a larger size.
-    """
+def _broadcast_in_dim(eqn: Eqn, axis: int) -> tuple[int, Params] | None:
+    """Unbatch `broadcast_in_dim`: each group broadcasts its slice."""
     dims, shape = eqn.params["broadcast_dimensions"], eqn.params["shape"]
     out = dims[axis]
     if shape[out] != eqn.invars[0].aval.shape[axis]:
@@ -153,17 +127,8 @@ def _broadcast_in_dim(eqn, axis):
     return out, {**params, "sharding": None}
 
 
-def _reshape(eqn, axis):
-    """Unbatch `reshape`: each group reshapes its slice.
-
-    Args:
-      eqn: The equation.
-      axis: The group axis of its operand.
-
-    Returns:
-      `(group axis of the result, {changed parameter: value for one group})`; None if no
-      new axis has the size of the group axis and as many elements before it.
-    """
+def _reshape(eqn: Eqn, axis: int) -> tuple[int, Params] | None:
+    """Unbatch `reshape`: each group reshapes its slice."""
     old, new = eqn.invars[0].aval.shape, tuple(eqn.params["new_sizes"])
     if eqn.params.get("dimensions") is not None:
         return None
@@ -176,20 +141,14 @@ def _reshape(eqn, axis):
     return None
 
 
-def _over(param: str, removed: bool = True) -> Callable:
+def _over(param: str, removed: bool = True) -> AxisRule:
     """Build the rule of a primitive with one operand that works on several dimensions.
 
-    Args:
-      param: The name of the parameter that has these dimensions.
-      removed: Whether the result lacks them, as that of a reduction does.
-
-    Returns:
-      A rule: from an equation and the group axis of its operand, to
-      `(group axis of the result, {changed parameter: value for one group})`; None if
-      the axis is one of these.
+    These are in the parameter `param`. `removed` says whether the result lacks them, as
+    that of a reduction does.
     """
 
-    def rule_of_axis(eqn, axis):
+    def rule_of_axis(eqn: Eqn, axis: int) -> tuple[int, Params] | None:
         dims = eqn.params[param]
         if axis in dims:
             return None
@@ -199,19 +158,10 @@ def _over(param: str, removed: bool = True) -> Callable:
     return rule_of_axis
 
 
-def _along(param: str) -> Callable:
-    """Build the rule of a primitive with one operand that works along one dimension.
+def _along(param: str) -> AxisRule:
+    """Build the rule of a primitive that works along the dimension in `param`."""
 
-    Args:
-      param: The name of the parameter that has this dimension.
-
-    Returns:
-      A rule: from an equation and the group axis of its operand, to
-      `(group axis of the results, {changed parameter: value for one group})`; None if
-      the axis is this one.
-    """
-
-    def rule_of_axis(eqn, axis):
+    def rule_of_axis(eqn: Eqn, axis: int) -> tuple[int, Params] | None:
         if eqn.params[param] == axis:
             return None
         return axis, {param: without(axis, (eqn.params[param],))[0]}
@@ -219,32 +169,15 @@ def _along(param: str) -> Callable:
     return rule_of_axis
 
 
-def _transpose(eqn, axis):
-    """Unbatch `transpose`: each group permutes its other dimensions.
-
-    Args:
-      eqn: The equation.
-      axis: The group axis of its operand.
-
-    Returns:
-      `(group axis of the result, {changed parameter: value for one group})`.
-    """
+def _transpose(eqn: Eqn, axis: int) -> tuple[int, Params]:
+    """Unbatch `transpose`: each group permutes its other dimensions."""
     order = eqn.params["permutation"]
     out = order.index(axis)
     return out, {"permutation": without(axis, drop(out, order))}
 
 
-def _slice(eqn, axis):
-    """Unbatch `slice`: each group slices its other dimensions.
-
-    Args:
-      eqn: The equation.
-      axis: The group axis of its operand.
-
-    Returns:
-      `(group axis of the result, {changed parameter: value for one group})`; None if
-      the slice leaves out groups.
-    """
+def _slice(eqn: Eqn, axis: int) -> tuple[int, Params] | None:
+    """Unbatch `slice`: each group slices its other dimensions."""
     p, n = eqn.params, eqn.invars[0].aval.shape[axis]
     strides = p["strides"]
     # Leaving out, repeating or reordering groups is communication.
@@ -258,17 +191,8 @@ def _slice(eqn, axis):
     }
 
 
-def _tile(eqn, axis):
-    """Unbatch `tile`: each group repeats its slice along other dimensions.
-
-    Args:
-      eqn: The equation.
-      axis: The group axis of its operand.
-
-    Returns:
-      `(group axis of the result, {changed parameter: value for one group})`; None if it
-      repeats the groups.
-    """
+def _tile(eqn: Eqn, axis: int) -> tuple[int, Params] | None:
+    """Unbatch `tile`: each group repeats its slice along other dimensions."""
     reps = eqn.params["reps"]
     # Copies of the groups would not be the groups.
     if reps[axis] != 1:
@@ -276,31 +200,22 @@ def _tile(eqn, axis):
     return axis, {"reps": drop(axis, reps)}
 
 
-def _bitcast(eqn, axis):
+def _bitcast(eqn: Eqn, axis: int) -> tuple[int, Params] | None:
     """Unbatch `bitcast_convert_type`, whose result has the same group axis.
 
-    Args:
-      eqn: The equation. It may add or remove a last dimension: parts of an element.
-      axis: The group axis of its operand.
-
-    Returns:
-      `(axis, {})`; None if the equation removes the group axis.
+    It may add or remove a last dimension, the parts of an element.
     """
     return (axis, {}) if axis < eqn.outvars[0].aval.ndim else None
 
 
-def _batch_of(dims: int) -> Callable:
+def _batch_of(dims: int) -> UnbatchingRule:
     """Build the rule of work on the last `dims` dimensions, such as of matrices.
 
-    The other dimensions are a batch, along one of which the groups may lie.
-
-    Returns:
-      A rule: from an equation and the group axis of each operand (None: not
-      partitioned) to the equation of one group; None if the groups lie along these
-      dimensions, or along different axes of the operands.
+    The other dimensions are a batch, along one of which the groups may lie, the same
+    one for all operands.
     """
 
-    def rule(eqn, axes: Axes) -> UnbatchedEquation | None:
+    def rule(eqn: Eqn, axes: Axes) -> UnbatchedEquation | None:
         known = {axis for axis in axes if axis is not None}
         if len(known) != 1:
             return None
@@ -314,31 +229,14 @@ def _batch_of(dims: int) -> Callable:
     return rule
 
 
-def _random_wrap(eqn, axis):
-    """Unbatch `random_wrap`: each group makes random keys of its raw data.
-
-    Args:
-      eqn: The equation.
-      axis: The group axis of its operand.
-
-    Returns:
-      `(axis, {})`; None if the axis is the last one, which holds the words of one key.
-    """
+def _random_wrap(eqn: Eqn, axis: int) -> tuple[int, Params] | None:
+    """Unbatch `random_wrap`: each group makes random keys of its raw data."""
     # The last dimension holds the words of one key.
     return None if axis == eqn.invars[0].aval.ndim - 1 else (axis, {})
 
 
-def _pad(eqn, axes: Axes) -> UnbatchedEquation | None:
-    """Unbatch `pad`: each group pads its slice along other dimensions.
-
-    Args:
-      eqn: The equation.
-      axes: The group axes of the array and of the padding value; None: not partitioned.
-
-    Returns:
-      The equation of one group. None if the group axis is padded, the array is not
-      partitioned, or the padding value is.
-    """
+def _pad(eqn: Eqn, axes: Axes) -> UnbatchedEquation | None:
+    """Unbatch `pad`: each group pads its slice along other dimensions."""
     axis, config = axes[0], eqn.params["padding_config"]
     # Padding along the group axis would add groups; the padding value is a scalar.
     if axis is None or axes[1] is not None or tuple(config[axis]) != (0, 0, 0):
@@ -347,17 +245,8 @@ def _pad(eqn, axes: Axes) -> UnbatchedEquation | None:
     return UnbatchedEquation((axis, None), (axis,), params)
 
 
-def _along_dimension(eqn, axes: Axes) -> UnbatchedEquation | None:
-    """Unbatch `sort` or `concatenate`: each group works along another dimension.
-
-    Args:
-      eqn: The equation.
-      axes: The group axis of each operand; None: it is not partitioned.
-
-    Returns:
-      The equation of one group. None if the equation works along the group axis, or the
-      operands have different ones.
-    """
+def _along_dimension(eqn: Eqn, axes: Axes) -> UnbatchedEquation | None:
+    """Unbatch `sort` or `concatenate`: each group works along another dimension."""
     unbatched = elementwise(eqn, axes)
     if unbatched is None or unbatched.out_axes[0] == eqn.params["dimension"]:
         return None
@@ -366,17 +255,8 @@ def _along_dimension(eqn, axes: Axes) -> UnbatchedEquation | None:
     return UnbatchedEquation(unbatched.in_axes, unbatched.out_axes, params)
 
 
-def _dot_general(eqn, axes: Axes) -> UnbatchedEquation | None:
-    """Unbatch `dot_general` along a batch dimension, or a free one of one operand.
-
-    Args:
-      eqn: The equation.
-      axes: The group axes of its two operands; None: not partitioned.
-
-    Returns:
-      The equation of one group. None if a group axis is contracted, or if both operands
-      are partitioned, but not along the same batch dimension.
-    """
+def _dot_general(eqn: Eqn, axes: Axes) -> UnbatchedEquation | None:
+    """Unbatch `dot_general` along a batch dimension, or a free one of one operand."""
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
     left, right = axes
     if left is not None and left in lb:
@@ -397,17 +277,12 @@ def _dot_general(eqn, axes: Axes) -> UnbatchedEquation | None:
     return UnbatchedEquation((left, right), (position,), params)
 
 
-def _dot_free(eqn, left: int | None, right: int | None) -> UnbatchedEquation | None:
+def _dot_free(
+    eqn: Eqn, left: int | None, right: int | None
+) -> UnbatchedEquation | None:
     """Unbatch a `dot_general` of which one operand enters every group whole.
 
-    Args:
-      eqn: The `dot_general`.
-      left: The group axis of its first operand; None: it is not partitioned.
-      right: The group axis of its second operand; None: it is not partitioned.
-
-    Returns:
-      The equation of one group. None if both operands are partitioned, or the group
-      axis is contracted.
+    `left` and `right` are the group axes of its operands; one of them must be None.
     """
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
     # Both partitioned along free dimensions: a product of all pairs of groups.
@@ -428,17 +303,8 @@ def _dot_free(eqn, left: int | None, right: int | None) -> UnbatchedEquation | N
     )
 
 
-def _top_k(eqn, axis):
-    """Unbatch `top_k`: each group has its own greatest elements.
-
-    Args:
-      eqn: The equation.
-      axis: The group axis of its operand.
-
-    Returns:
-      `(group axis of the results, {changed parameter: value for one group})`; None if
-      it chooses along the group axis.
-    """
+def _top_k(eqn: Eqn, axis: int) -> tuple[int, Params] | None:
+    """Unbatch `top_k`: each group has its own greatest elements."""
     last = eqn.invars[0].aval.ndim - 1
     # Old JAX has no axis: it is the last one.
     along = eqn.params.get("axis", last) % (last + 1)
@@ -448,16 +314,8 @@ def _top_k(eqn, axis):
     return (axis, params) if params or axis < last else None
 
 
-def _stack(eqn, axes: Axes) -> UnbatchedEquation | None:
-    """Unbatch `stack`: each group stacks its slices along the new dimension.
-
-    Args:
-      eqn: The equation.
-      axes: The group axis of each operand; None: it is not partitioned.
-
-    Returns:
-      The equation of one group. None if the operands have different group axes.
-    """
+def _stack(eqn: Eqn, axes: Axes) -> UnbatchedEquation | None:
+    """Unbatch `stack`: each group stacks its slices along the new dimension."""
     unbatched = elementwise(eqn, axes)
     if unbatched is None:
         return None
@@ -468,34 +326,20 @@ def _stack(eqn, axes: Axes) -> UnbatchedEquation | None:
     return UnbatchedEquation(unbatched.in_axes, (out,), params)
 
 
-def _unstack(eqn, axis):
-    """Unbatch `unstack`: each group takes its slice apart along another dimension.
-
-    Args:
-      eqn: The equation.
-      axis: The group axis of its operand.
-
-    Returns:
-      `(group axis of the results, {changed parameter: value for one group})`; None if
-      the equation takes apart the group axis.
-    """
+def _unstack(eqn: Eqn, axis: int) -> tuple[int, Params] | None:
+    """Unbatch `unstack`: each group takes its slice apart along another dimension."""
     gone = eqn.params["axis"]
     if gone == axis:
         return None
     return axis - (gone < axis), {"axis": gone - (axis < gone)}
 
 
-def _convolution(eqn, axes: Axes) -> UnbatchedEquation | None:
+def _convolution(eqn: Eqn, axes: Axes) -> UnbatchedEquation | None:
     """Unbatch `conv_general_dilated` along the image batch or the output features.
 
-    Args:
-      eqn: The equation.
-      axes: The group axes of the images and of the kernel; None: not partitioned.
-
-    Returns:
-      The equation of one group. None if the groups lie along other dimensions, if both
-      operands are partitioned, if `batch_group_count` is above one, or if the kernel is
-      partitioned and `feature_group_count` is above one.
+    One of its operands, images and kernel, enters every group whole. None if
+    `batch_group_count` is above one, or if the kernel is partitioned and
+    `feature_group_count` is above one.
     """
     params, dims = eqn.params, eqn.params["dimension_numbers"]
     batch, (left, right) = params["batch_group_count"] == 1, axes
@@ -522,16 +366,10 @@ _UNIT_WINDOW = {
 }
 
 
-def _windows(eqn, axes: Axes) -> UnbatchedEquation | None:
+def _windows(eqn: Eqn, axes: Axes) -> UnbatchedEquation | None:
     """Unbatch work on windows, such as of `reduce_window_sum`.
 
-    Args:
-      eqn: The equation.
-      axes: The group axis of each operand; None: it is not partitioned.
-
-    Returns:
-      The equation of one group. None if a window may hold several groups, or the
-      operands' group axes differ.
+    None if a window may hold several groups.
     """
     known = {axis for axis in axes if axis is not None}
     if len(known) != 1:
