@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr as ClosedJaxpr
 
     # JAX declares any `aval` an `AbstractValue`, which has no shape and no dtype. For
-    # type checkers these have one of any type, and JAX's own classes conform to them.
+    # type checkers it is of any type, and JAX's own classes conform to these.
+    Aval: TypeAlias = Any
+
     class Var(Protocol):
         @property
-        def aval(self) -> Any: ...
+        def aval(self) -> Aval: ...
 
     class Literal(Var, Protocol):
         @property
@@ -71,7 +73,7 @@ if TYPE_CHECKING:
     Atom: TypeAlias = Var | Literal
 else:  # the public module takes 20 ms to import
     ClosedJaxpr = getattr(core, "ClosedJaxpr", core.Jaxpr)
-    OpenJaxpr, Eqn, Var = core.Jaxpr, core.JaxprEqn, core.Var
+    Aval, Var, Eqn, OpenJaxpr = core.ShapedArray, core.Var, core.JaxprEqn, core.Jaxpr
     Atom = core.Var | core.Literal
 
 Array: TypeAlias = jax.Array  # global or partitioned
@@ -79,7 +81,6 @@ GlobalArray: TypeAlias = jax.Array  # [*s]
 PartitionedArray: TypeAlias = jax.Array  # [n, *s]
 DeviceArray: TypeAlias = jax.Array  # [k, *s], the slices that one device has
 
-Aval: TypeAlias = core.ShapedArray
 Params: TypeAlias = dict[str, Any]  # of an equation
 Mesh: TypeAlias = jax.sharding.Mesh | jax.sharding.AbstractMesh
 

@@ -12,11 +12,13 @@ each call, and their names become those of plans' stages.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
+from jax.extend.core import Primitive
 
 from drjax import _compat
+from drjax._compat.types import Array, GlobalArray, PartitionedArray
 from drjax._partition import Partition
 from drjax._primitives.map_fn import trace_group
 from drjax._primitives.select_slice import index_pair, select_slice
@@ -31,45 +33,36 @@ from drjax.primitives import (
     take_p,
 )
 
+# `fn(partition, *operands)` computes the results of an equation, an array or a list,
+# with building blocks.
+WithBlocks: TypeAlias = Callable[..., Any]
 
-def broadcast(x, partition: Partition):
+
+def broadcast(x: GlobalArray, partition: Partition) -> PartitionedArray:
     """Bind `broadcast_p`: copy a global value `[*s]` to n groups, `[n, *s]`."""
     return broadcast_p.bind(x, partition=partition, mesh=None)
 
 
-def partition_index(partition: Partition):
+def partition_index(partition: Partition) -> PartitionedArray:
     """Bind `partition_index_p`: the indices of all groups, int32 `[n]`, partitioned."""
     return partition_index_p.bind(partition=partition, mesh=None, per_group=False)
 
 
-def reduce_groups(primitive, x, partition: Partition):
-    """Bind the primitive of a reduction over the groups.
-
-    Args:
-      primitive: The primitive of the reduction, such as `reduce_sum_p`.
-      x: The partitioned value, `[n, *s]`.
-      partition: The partition, of n groups.
-
-    Returns:
-      The reduction of all slices: a global value, `[*s]`.
-    """
+def reduce_groups(
+    primitive: Primitive, x: PartitionedArray, partition: Partition
+) -> GlobalArray:
+    """Bind the primitive of a reduction over the groups, such as `reduce_sum_p`."""
     return primitive.bind(x, partition=partition, mesh=None)
 
 
 def map_groups(
-    fn: Callable[..., Sequence[Any]], *operands, partition: Partition
-) -> list[Any]:
+    fn: Callable[..., Sequence[Array]],
+    *operands: PartitionedArray,
+    partition: Partition,
+) -> list[PartitionedArray]:
     """Bind `map_fn_p`: apply `fn` to the slices of each group.
 
-    Args:
-      fn: The function of one group. It takes a slice `[*s]` of each operand, and
-        returns a sequence of arrays. Values that it closes over are broadcast; its name
-        becomes that of the equation.
-      *operands: Partitioned values, `[n, *s]`.
-      partition: The partition, of n groups.
-
-    Returns:
-      A partitioned value `[n, *t]` for each array `[*t]` that `fn` returns.
+    Values that `fn` closes over are broadcast; its name becomes that of the equation.
     """
     avals = tuple(map(_compat.typeof, operands))
     jaxpr, closed_over = trace_group(
@@ -88,17 +81,10 @@ def map_groups(
     )
 
 
-def gather_groups(x, axis: int, partition: Partition):
+def gather_groups(x: Array, axis: int, partition: Partition) -> GlobalArray:
     """Bind `gather_p`: all slices of a partitioned value as one global value.
 
-    Args:
-      x: The partitioned value.
-      axis: Its group axis.
-      partition: The partition.
-
-    Returns:
-      The global value, of the shape of `x`: the slices lie along `axis`, in the order
-      of the groups.
+    It has the shape of `x`: the slices lie along `axis`, in the order of the groups.
     """
     # gather_p takes the groups along axis 0. For one group this move is the identity,
     # as its slice lacks the axis; the server moves the axis back.
@@ -106,61 +92,38 @@ def gather_groups(x, axis: int, partition: Partition):
     return jnp.moveaxis(slices, 0, axis)
 
 
-def permute(x, sources: tuple[int, ...], partition: Partition):
-    """Bind `permute_p`: group j gets the slice of group `sources[j]`.
-
-    Args:
-      x: The partitioned value, `[n, *s]`.
-      sources: A permutation of the group indices, n integers.
-      partition: The partition, of n groups.
-
-    Returns:
-      A partitioned value, `[n, *s]`.
-    """
+def permute(
+    x: PartitionedArray, sources: tuple[int, ...], partition: Partition
+) -> PartitionedArray:
+    """Bind `permute_p`: group j gets the slice of group `sources[j]`."""
     return permute_p.bind(x, sources=sources, partition=partition, mesh=None)
 
 
-def take(x, index, partition: Partition):
-    """Bind `take_p`: group j gets the slice of group `index[j]`.
-
-    Args:
-      x: The partitioned value, `[n, *s]`.
-      index: Group indices, global, int32 `[n]`. They are clipped to 0..n-1.
-      partition: The partition, of n groups.
-
-    Returns:
-      A partitioned value, `[n, *s]`.
-    """
+def take(
+    x: PartitionedArray, index: GlobalArray, partition: Partition
+) -> PartitionedArray:
+    """Bind `take_p`: group j gets the slice of group `index[j]`, clipped to 0..n-1."""
     index = index.clip(0, partition.size - 1)
     return take_p.bind(x, index, partition=partition, mesh=None)
 
 
-def put_add(x, index, partition: Partition):
+def put_add(
+    x: PartitionedArray, index: GlobalArray, partition: Partition
+) -> PartitionedArray:
     """Bind `put_add_p`: the slice of group j is added to that of group `index[j]`.
 
-    Args:
-      x: The partitioned value, `[n, *s]`.
-      index: Group indices, global, int32 `[n]`. With n, the slice is dropped.
-      partition: The partition, of n groups.
-
-    Returns:
-      For each group the sum of the slices that were sent to it, `[n, *s]`, 0 if none
-      was.
+    With n, the slice is dropped. A group that was sent none gets zeros.
     """
     return put_add_p.bind(x, index, partition=partition, mesh=None)
 
 
-def select_group(x, i, partition: Partition):
+def select_group(
+    x: PartitionedArray, i: GlobalArray, partition: Partition
+) -> GlobalArray:
     """Select the slice of one group as a global value: a sum in which others add zeros.
 
-    Args:
-      x: The partitioned value, `[n, *s]`: of any dtype, random keys included.
-      i: The index of the group, int32 `[]`, global. As in `drjax.select`, it counts
-        from the end if it is negative, and is clamped.
-      partition: The partition, of n groups.
-
-    Returns:
-      The slice, `[*s]`, a global value.
+    `x` may be of any dtype, random keys included. As in `drjax.select`, `i`, int32
+    `[]`, counts from the end if it is negative, and is clamped.
     """
     # One array in place of a list of one, under the name of the function.
     one = lambda fn: functools.wraps(fn)(lambda *xs: [fn(*xs)])

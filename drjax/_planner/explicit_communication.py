@@ -8,14 +8,15 @@ edges: the new equations have kinds too, and may imply communication themselves,
 partitioning is inferred again.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from drjax._compat.types import Array, Eqn, Var
 from drjax._jaxprs.walk import live_equations, substitute
 from drjax._partition import Partition
+from drjax._planner.bind_blocks import WithBlocks
 from drjax._planner.fences import fence_p, split_fence
 from drjax._planner.inline import InlinedJaxpr, inline_calls
 from drjax._planner.partitioning.environment import Environment
@@ -25,15 +26,8 @@ def make_communication_explicit(kinds: Environment) -> InlinedJaxpr | None:
     """Rewrite all equations that imply communication as building blocks, also in loops.
 
     A sum over the group axis becomes a `reduce_sum`, for example. A scatter of a value
-    that is partitioned already becomes a copy.
-
-    Args:
-      kinds: The kind of each variable, global or partitioned along an axis, with the
-        inlined jaxpr as `kinds.program`. Neither is modified.
-
-    Returns:
-      A new inlined jaxpr, with the same arguments and result variables, whose kinds are
-      to be inferred again; None if there is no such equation or scatter.
+    that is partitioned already becomes a copy. The new jaxpr has the same arguments and
+    result variables; its kinds are to be inferred again. None if nothing is rewritten.
     """
     if kinds.partition is None:
         return None
@@ -65,30 +59,19 @@ def make_communication_explicit(kinds: Environment) -> InlinedJaxpr | None:
     return InlinedJaxpr(program.invars, live, program.outvars, consts, bodies)
 
 
-def _identity(partition: Partition, x):
-    """Copy `x`: replaces a scatter of a value that is partitioned already.
-
-    Args:
-      partition: Unused. Each function that replaces an equation takes it first.
-      x: The partitioned operand of the scatter.
-    """
+def _identity(partition: Partition, x: Array) -> Array:
+    """Copy `x`: replaces a scatter of a value that is partitioned already."""
     # Not x itself: the result variable needs an equation that defines it.
     return jnp.copy(x)
 
 
-def _equations_of(eqn, fn: Callable, partition: Partition, consts: dict) -> list:
-    """Trace `fn` to the equations that replace an equation.
+def _equations_of(
+    eqn: Eqn, fn: WithBlocks, partition: Partition, consts: dict[Var, Any]
+) -> list[Eqn]:
+    """Trace `fn` to the equations that replace an equation, with its source line.
 
-    Args:
-      eqn: The equation to replace: its operands and results stay the same variables.
-      fn: `fn(partition, *operands)`, which takes the operands of `eqn` and returns its
-        results, one array or a list.
-      partition: The partition.
-      consts: For each constant of the jaxpr its value; the constants of the trace are
-        added to this dict.
-
-    Returns:
-      The list of equations, inlined, with the source line of `eqn`.
+    Operands and results stay the same variables. The constants of the trace are added
+    to `consts`.
     """
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
     # Tracing writes jits of jax.numpy, which are inlined like the user's.

@@ -11,16 +11,21 @@ Sharp edges: the primitive stands in jaxprs of the planner alone; its `bind` wri
 `optimization_barrier` again. A barrier of one operand orders nothing: it is dropped.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jax import lax
 from jax.extend.core import Primitive
+
+from drjax._compat.types import Array, Eqn, Var
+
+if TYPE_CHECKING:
+    from drjax._planner.partitioning.environment import Environment
 
 
 class Fence(Primitive):
     """The primitive of a barrier whose results wait for other variables, too."""
 
-    def bind(self, *args, after: tuple = (), **_) -> Any:
+    def bind(self, *args: Array, after: tuple[Var, ...] = (), **_: Any) -> list[Array]:
         return list(lax.optimization_barrier(args))
 
 
@@ -28,12 +33,12 @@ fence_p = Fence("fence")
 fence_p.multiple_results = True
 
 
-def as_fence(eqn) -> Any:
+def as_fence(eqn: Eqn) -> Eqn:
     """Write an `optimization_barrier` as a `fence`."""
     return eqn.replace(primitive=fence_p, params={"after": ()})
 
 
-def split_fence(eqn, kinds) -> list | None:
+def split_fence(eqn: Eqn, kinds: "Environment") -> list[Eqn] | None:
     """Split a fence of global and partitioned values; None if all are of one kind."""
     pairs = [*zip(eqn.invars, eqn.outvars, strict=True)]
     of_groups = [(x, y) for x, y in pairs if kinds[x].partitioned]

@@ -17,12 +17,12 @@ round ends (see `rounds`); otherwise it is a part of the server's stage.
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax.extend.core import Primitive
 
 from drjax import _compat
+from drjax._compat.types import Aval, ClosedJaxpr, Eqn
 from drjax._partition import Partition
 from drjax._primitives.collectives import gather_p, scatter_p
 from drjax._primitives.columns_lowering import (
@@ -41,7 +41,7 @@ columns_p.multiple_results = True
 columns_p.def_abstract_eval(types_of_columns)
 
 
-def columns_by_gather(eqn):
+def columns_by_gather(eqn: Eqn) -> ClosedJaxpr:
     """Make the jaxpr that computes a `map_columns` equation from all groups' slices.
 
     Plans use it, as they have no all-to-all between groups. The jaxpr gathers the
@@ -49,12 +49,6 @@ def columns_by_gather(eqn):
     all coordinates by a `columns` equation, and scatters the results that have a slice
     for each group. On a mesh with Auto axes, the gather gives each device a part of the
     coordinates, and the compiler divides the work on them among the devices.
-
-    Args:
-      eqn: The equation of `map_columns`, which is not changed.
-
-    Returns:
-      The closed jaxpr, from the operands of the equation to its results.
     """
     p = {**eqn.params, "mesh": None}
     kinds = p["kinds_in"], p["kinds_out"]
@@ -72,25 +66,19 @@ def columns_by_gather(eqn):
 
 
 def columns_loop(
-    eqn, name: str, function: str, inputs: Sequence[Value], outputs: Sequence[Value]
+    eqn: Eqn,
+    name: str,
+    function: str,
+    inputs: Sequence[Value],
+    outputs: Sequence[Value],
 ) -> Loop:
     """Make the `Loop` of a `columns` equation, whose body is a plan over coordinates.
 
-    The body has one round. Its local stage is the function of one coordinate, and its
-    groups are the coordinates, in their flat order.
-
-    Args:
-      eqn: The `columns` equation.
-      name: The name of the loop, unique in the plan.
-      function: The name of the function of one coordinate.
-      inputs: The values of its operands.
-      outputs: The values of its results.
-
-    Returns:
-      The loop, of the op `columns`. Those inputs of its body that have a column or an
-      element for each coordinate are partitioned over the coordinates, along the axis
-      that the coordinates have in the operand; and so are outputs. Results that are
-      sums over the coordinates are reduced.
+    The body has one round. Its local stage is `function`, that of one coordinate, and
+    its groups are the coordinates, in their flat order. Those inputs of its body that
+    have a column or an element for each coordinate are partitioned over the
+    coordinates, along the axis that the coordinates have in the operand; and so are
+    outputs. Results that are sums over the coordinates are reduced.
     """
     p, fn = eqn.params, _compat.jaxpr_as_fun(eqn.params["jaxpr"])
     partition = Partition("coordinates", math.prod(p["coordinates"]))
@@ -123,18 +111,14 @@ def columns_loop(
     return Loop("columns", name, tuple(inputs), tuple(outputs), (body,))
 
 
-def _of_coordinate(value: Value, aval: Any, kind: str) -> Value:
+def _of_coordinate(value: Value, aval: Aval, kind: str) -> Value:
     """Return the `Value` of an operand or result of one coordinate, in a loop's body.
 
-    Args:
-      value: The global value in the plan: `[n, *s, *t]`, `[*s, *t]` or `[*t]`, for
-        coordinates of the shape `s`.
-      aval: The type for one coordinate: a column `[n, *t]`, or `[*t]`.
-      kind: "groups", "coordinates" or "whole".
-
-    Returns:
-      Of the kind "whole" `value` itself. Else a value that is partitioned over the
-      coordinates, along axis 1 of the kind "groups", as axis 0 is that of all groups.
+    `value` is the global one in the plan: `[n, *s, *t]`, `[*s, *t]` or `[*t]`, for
+    coordinates of the shape `s` and `kind` "groups", "coordinates" or "whole"; `aval`
+    is the type for one coordinate, a column `[n, *t]`, or `[*t]`. Of the kind "whole"
+    it is `value` itself. Else it is partitioned over the coordinates, along axis 1 of
+    the kind "groups", as axis 0 is that of all groups.
     """
     if kind == WHOLE:
         return value

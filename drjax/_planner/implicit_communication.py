@@ -26,8 +26,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from drjax import _compat
+from drjax._compat.types import Array, Eqn, GlobalArray
 from drjax._partition import Partition
-from drjax._planner.bind_blocks import gather_groups, map_groups, reduce_groups
+from drjax._planner.bind_blocks import (
+    WithBlocks,
+    gather_groups,
+    map_groups,
+    reduce_groups,
+)
 from drjax._planner.gathered_columns import columns_p
 from drjax._planner.moves_between_groups import move_groups
 from drjax._planner.read_and_update_groups import (
@@ -47,8 +53,7 @@ class ImplicitCommunication:
     """The communication that an equation implies, as a function that replaces it.
 
     Attributes:
-      fn: `fn(partition, *operands)` computes the results of the equation, one array or
-        a list, with building blocks.
+      fn: Computes the results of the equation with building blocks.
       in_axes: For each operand the group axis along which `fn` takes it partitioned, so
         that a global operand is scattered; None: `fn` takes it as a global value.
       out_axes: For each result its group axis, None if it is global; (): all are
@@ -59,35 +64,23 @@ class ImplicitCommunication:
     in_axes: tuple[int | None, ...]
     out_axes: tuple[int | None, ...] = ()
 
-    def result_axes(self, eqn) -> tuple[int | None, ...]:
+    def result_axes(self, eqn: Eqn) -> tuple[int | None, ...]:
         """Return the group axis of each result of the equation; None: it is global.
 
-        Unlike `out_axes`, which is () if all results are global, the tuple always has
-        one element for each result.
-
-        Args:
-          eqn: The equation, of which only the number of results is read.
+        Unlike `out_axes`, it is never () for an equation with results.
         """
         return self.out_axes or (None,) * len(eqn.outvars)
 
 
 def implicit_communication(
-    eqn, axes: Sequence[int | None], index: tuple[int, ...] | None = None
+    eqn: Eqn, axes: Sequence[int | None], index: tuple[int, ...] | None = None
 ) -> ImplicitCommunication | None:
     """Recognize an equation of JAX that combines or moves slices of groups.
 
-    For example, a `lax.reduce_sum` over the group axis is a `drjax.reduce_sum`.
-
-    Args:
-      eqn: The equation, of any primitive.
-      axes: For each operand its group axis; None: it is not partitioned.
-      index: The values of its second operand, the indices `[n, 1]` of a gather or
-        scatter, if they are known while planning; else None.
-
-    Returns:
-      An `ImplicitCommunication`: a function that computes the results of `eqn` with
-      building blocks, and the group axes of its operands and results. None if `eqn`
-      implies no communication, or some that building blocks cannot express.
+    For example, a `lax.reduce_sum` over the group axis is a `drjax.reduce_sum`. `index`
+    has the values of its second operand, the indices `[n, 1]` of a gather or scatter,
+    if they are known while planning. None if the equation implies no communication, or
+    some that building blocks cannot express.
     """
     if eqn.primitive.name == "scan":
         mapped = scan_as_map(eqn, axes)
@@ -116,15 +109,11 @@ def implicit_communication(
     return None if fn is None else ImplicitCommunication(fn, (axis, *others), (axis,))
 
 
-def _updates_population(eqn, axes: Sequence[int | None]) -> bool:
+def _updates_population(eqn: Eqn, axes: Sequence[int | None]) -> bool:
     """Whether an equation updates an array without group axis by a slice of each group.
 
     The derivative of reading a cohort from a population, `data[ids]`, does: each group
     has the cotangent of its element of `data`. The server adds them to the array.
-
-    Args:
-      eqn: The equation, of any primitive.
-      axes: For each operand its group axis; None: it is not partitioned.
     """
     if eqn.primitive.name not in SCATTERS:
         return False
@@ -135,26 +124,20 @@ def _updates_population(eqn, axes: Sequence[int | None]) -> bool:
     return not dims.operand_batching_dims and updates.shape[axis] not in array.shape
 
 
-def gather_operands(eqn, axes: Sequence[int | None]) -> ImplicitCommunication | None:
+def gather_operands(
+    eqn: Eqn, axes: Sequence[int | None]
+) -> ImplicitCommunication | None:
     """Rewrite an equation to act once on whole arrays, after a gather of its operands.
 
     It is for equations over a single group, whose gather costs nothing, and for updates
-    of an array without group axis by a slice of each group.
-
-    Args:
-      eqn: The equation, of any primitive.
-      axes: For each operand its group axis; None: it is not partitioned.
-
-    Returns:
-      An `ImplicitCommunication`, whose function gathers the partitioned operands, binds
-      `eqn` once, and returns global results. The group axes of its operands are `axes`.
-      None if `eqn` is a callback or has effects, which would see the whole arrays.
+    of an array without group axis by a slice of each group. All results are global.
+    None for callbacks and effects, which would see the whole arrays.
     """
     # Python would receive whole arrays where a group has a slice.
     if "callback" in eqn.primitive.name or eqn.effects:
         return None
 
-    def on_gathered(partition: Partition, *operands):
+    def on_gathered(partition: Partition, *operands: Array) -> list[GlobalArray]:
         whole = [
             x if axis is None else gather_groups(x, axis, partition)
             for x, axis in zip(operands, axes, strict=True)
@@ -164,17 +147,10 @@ def gather_operands(eqn, axes: Sequence[int | None]) -> ImplicitCommunication | 
     return ImplicitCommunication(on_gathered, tuple(axes))
 
 
-def _with_global_result(eqn, axis: int) -> Callable | None:
-    """Rewrite an equation that reduces or reads groups, with building blocks.
+def _with_global_result(eqn: Eqn, axis: int) -> WithBlocks | None:
+    """Rewrite an equation that reduces, or reads some, groups of its first operand.
 
-    Args:
-      eqn: An equation of any primitive, whose first operand alone is partitioned.
-      axis: The group axis of its first operand.
-
-    Returns:
-      A function `(partition, *operands) -> result`, which takes the operands of `eqn`
-      and returns its result, a global value; None if the equation neither reduces the
-      group axis nor reads the slices of some groups.
+    No other operand is partitioned. None if it does neither.
     """
     op = reduce_ops.of_lax_primitive(eqn.primitive)
     if op is not None:
@@ -183,24 +159,15 @@ def _with_global_result(eqn, axis: int) -> Callable | None:
 
 
 def _contraction(
-    eqn, left: int | None, right: int | None
+    eqn: Eqn, left: int | None, right: int | None
 ) -> ImplicitCommunication | None:
     """Rewrite a product that contracts the group axis as products and a `reduce_sum`.
 
     With the group axis c of x and of y, `sum_c x[c] y[c]` is by definition the sum over
     groups of the products of their slices: the contraction becomes a batch dimension,
-    and a `reduce_sum` over it. An operand that is not partitioned is scattered.
-
-    Args:
-      eqn: A `dot_general`.
-      left: The group axis of its first operand; None: it is not partitioned.
-      right: The group axis of its second operand, or None.
-
-    Returns:
-      An `ImplicitCommunication`: a function of the partition and the two operands,
-      whose result is global, and the axes along which it takes them partitioned. None
-      if no group axis is contracted, or if both operands are partitioned and their
-      group axes are not contracted with each other.
+    and a `reduce_sum` over it. An operand that is not partitioned is scattered. None if
+    no group axis is contracted, or if both operands are partitioned and their group
+    axes are not contracted with each other.
     """
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
     if left is not None and left in lc:
@@ -222,7 +189,7 @@ def _contraction(
         ((in_axes[0], *lb), (in_axes[1], *rb)),
     )
 
-    def products(partition: Partition, x, y):
+    def products(partition: Partition, x: Array, y: Array) -> GlobalArray:
         per_group = lax.dot_general_p.bind(x, y, **params)
         return reduce_groups(reduce_sum_p, per_group, partition)
 
@@ -230,25 +197,14 @@ def _contraction(
 
 
 def _convolution(
-    eqn, left: int | None, right: int | None
+    eqn: Eqn, left: int | None, right: int | None
 ) -> ImplicitCommunication | None:
     """Rewrite a convolution whose input features are the groups, with a `reduce_sum`.
 
     Each group convolves its feature, and the sum over groups contracts them. The
     derivative of a convolution in its kernel has this form: its input features are the
-    batch.
-
-    Args:
-      eqn: A `conv_general_dilated`.
-      left: The group axis of its first operand; None: it is not partitioned.
-      right: The group axis of its second operand, or None.
-
-    Returns:
-      An `ImplicitCommunication`: a function of the partition and the two operands,
-      whose result is global, and the axes of their input features, along which it takes
-      them partitioned. None if an operand is partitioned along another dimension, if
-      neither is partitioned, or if the convolution has several feature groups or batch
-      groups.
+    batch. None if an operand is partitioned along another dimension, if neither is
+    partitioned, or if the convolution has several feature groups or batch groups.
     """
     params, dims = eqn.params, eqn.params["dimension_numbers"]
     in_axes = dims.lhs_spec[1], dims.rhs_spec[1]
@@ -258,12 +214,12 @@ def _convolution(
     if (left is None and right is None) or not (matches and plain):
         return None
 
-    def convolve(x, y):
+    def convolve(x: Array, y: Array) -> list[Array]:
         # One group is one feature, so the slice of each operand keeps that dimension.
         x, y = lax.expand_dims(x, in_axes[:1]), lax.expand_dims(y, in_axes[1:])
         return [lax.conv_general_dilated_p.bind(x, y, **params)]
 
-    def sums(partition: Partition, x, y):
+    def sums(partition: Partition, x: Array, y: Array) -> GlobalArray:
         x, y = jnp.moveaxis(x, in_axes[0], 0), jnp.moveaxis(y, in_axes[1], 0)
         # A map_fn, as no rule unbatches a convolution of two partitioned operands.
         (per_group,) = map_groups(convolve, x, y, partition=partition)
@@ -272,17 +228,11 @@ def _convolution(
     return ImplicitCommunication(sums, in_axes)
 
 
-def _reduction(eqn, op: reduce_ops.ReduceOp, axis: int) -> Callable | None:
+def _reduction(eqn: Eqn, op: reduce_ops.ReduceOp, axis: int) -> WithBlocks | None:
     """Rewrite a reduction of `jax.lax` over the group axis, and maybe over others.
 
-    Args:
-      eqn: A reduction of `jax.lax`, such as a `reduce_sum`.
-      op: The reduction of drjax that computes the same over the group axis.
-      axis: The group axis of its operand.
-
-    Returns:
-      A function `(partition, operand) -> result`, whose result is global; None if `eqn`
-      does not reduce the group axis, or if drjax has no such reduction of this dtype.
+    `op` is the reduction of drjax that computes the same over the group axis. None if
+    `eqn` does not reduce this axis, or if drjax has no such reduction of this dtype.
     """
     axes, dtype = eqn.params["axes"], eqn.invars[0].aval.dtype
     # On bools they are a maximum and a minimum, on integers they combine bits.
@@ -297,7 +247,7 @@ def _reduction(eqn, op: reduce_ops.ReduceOp, axis: int) -> Callable | None:
     left = axis - sum(a < axis for a in others)
     params = {**eqn.params, "axes": others}
 
-    def reduction(partition: Partition, x):
+    def reduction(partition: Partition, x: Array) -> GlobalArray:
         # Each group reduces its other axes first, so that less is communicated.
         per_group = eqn.primitive.bind(x, **params) if others else x
         slices = jnp.moveaxis(per_group, left, 0)

@@ -16,14 +16,17 @@ Invariants: an index is a global value, and one out of bounds means what it mean
 group stays.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.lax import GatherScatterMode
 
+from drjax._compat.types import Array, Eqn
 from drjax._partition import Partition
-from drjax._planner.bind_blocks import permute, put_add, take
+from drjax._planner.bind_blocks import WithBlocks, permute, put_add, take
 from drjax._planner.read_and_update_groups import fill_value
 from drjax._planner.rotations import rearrange_p, sources_of
 from drjax._planner.unbatching.core import drop
@@ -31,25 +34,19 @@ from drjax._primitives.routes import inverse, is_permutation, last_writer
 from drjax._primitives.select_slice import as_int32
 
 Axes = tuple[int | None, ...]
+# `(fn, in_axes, out_axes)`: the group axes of the operands, as `fn` takes them, and of
+# its results; None: a global value.
+Rewrite: TypeAlias = tuple[WithBlocks, Axes, Axes]
 
 
 def move_groups(
-    eqn, axes: Sequence[int | None], index: tuple[int, ...] | None = None
-) -> tuple[Callable, Axes, Axes] | None:
+    eqn: Eqn, axes: Sequence[int | None], index: tuple[int, ...] | None = None
+) -> Rewrite | None:
     """Rewrite an equation that moves the slices of all groups with building blocks.
 
-    Args:
-      eqn: The equation, of any primitive.
-      axes: For each operand its group axis; None: it is not partitioned.
-      index: The values of its second operand, the indices `[n, 1]` of a gather or
-        scatter, as n integers, if they are known while planning; else None.
-
-    Returns:
-      `(fn, in_axes, out_axes)`. `fn(partition, *operands)` takes the operands of `eqn`
-      and returns its result, one array. `in_axes` and `out_axes` are the group axes of
-      the operands, as `fn` takes them, and of the result; None: a global value. None in
-      place of the triple if the equation moves no slices, if its index is partitioned,
-      or if no building block can express the move.
+    `index` has the values of its second operand, the indices `[n, 1]` of a gather or
+    scatter, if they are known while planning. None if the equation moves no slices, if
+    its index is partitioned, or if no building block can express the move.
     """
     if eqn.primitive is lax.rev_p:
         return _rev(eqn, axes[0])
@@ -62,25 +59,16 @@ def move_groups(
     return None
 
 
-def _rev(eqn, axis: int | None):
+def _rev(eqn: Eqn, axis: int | None) -> Rewrite | None:
     """Rewrite `y[::-1]`, reversed along the group axis, as a permute of the groups.
 
     Each group reverses the other dimensions of its slice by itself.
-
-    Args:
-      eqn: A `rev`.
-      axis: The group axis of its operand; None: it is not partitioned.
-
-    Returns:
-      `(fn, in_axes, out_axes)`: `fn(partition, y)` returns the reversed array;
-      `in_axes` and `out_axes` are `(axis,)`, the group axis of operand and result. None
-      in place of the triple if the group axis is not reversed.
     """
     if axis is None or axis not in eqn.params["dimensions"]:
         return None
     others = [d for d in eqn.params["dimensions"] if d != axis]
 
-    def with_blocks(partition: Partition, x):
+    def with_blocks(partition: Partition, x: Array) -> Array:
         sources = tuple(range(partition.size))[::-1]
         moved = permute(jnp.moveaxis(lax.rev(x, others), axis, 0), sources, partition)
         return jnp.moveaxis(moved, 0, axis)
@@ -88,53 +76,34 @@ def _rev(eqn, axis: int | None):
     return with_blocks, (axis,), (axis,)
 
 
-def _rearrange(eqn, axis: int | None):
-    """Rewrite a `jnp.roll` along the group axis as a permute of the groups.
-
-    Args:
-      eqn: A `rearrange`: the planner's primitive for the parts of an array in another
-        order along one dimension, which replaces the equations of a roll.
-      axis: The group axis of its operand; None: it is not partitioned.
-
-    Returns:
-      `(fn, in_axes, out_axes)`: `fn(partition, y)` returns the rearranged array;
-      `in_axes` and `out_axes` are `(axis,)`, the group axis of operand and result. None
-      in place of the triple if it rearranges another axis.
-    """
+def _rearrange(eqn: Eqn, axis: int | None) -> Rewrite | None:
+    """Rewrite a `jnp.roll` along the group axis as a permute of the groups."""
     if axis is None or axis != eqn.params["dimension"]:
         return None
     sources = sources_of(eqn.params["segments"])
 
-    def with_blocks(partition: Partition, x):
+    def with_blocks(partition: Partition, x: Array) -> Array:
         moved = permute(jnp.moveaxis(x, axis, 0), sources, partition)
         return jnp.moveaxis(moved, 0, axis)
 
     return with_blocks, (axis,), (axis,)
 
 
-def _gather(eqn, axis: int | None, known: tuple[int, ...] | None):
+def _gather(
+    eqn: Eqn, axis: int | None, known: tuple[int, ...] | None
+) -> Rewrite | None:
     """Rewrite a `gather` of one whole slice for each group as a take, or a permute.
 
     That is `y[index]` or `jnp.take(y, index, axis)`: group j gets slice `index[j]`. It
-    is a permute if the index is known and a permutation of the groups.
+    is a permute if the index is known and a permutation of the groups. None in each of
+    these cases:
 
-    Args:
-      eqn: The `gather`, whose indices are global.
-      axis: The group axis of its first operand; None: it is not partitioned.
-      known: The index of the group that each group reads, n integers, if all are known
-        while planning; else None.
-
-    Returns:
-      `(fn, in_axes, out_axes)`: `fn(partition, y, indices)` returns the result of
-      `eqn`; `in_axes` is `(axis, None)`, and `out_axes` has the position of the groups
-      in the result. None in place of the triple in each of these cases:
-
-      * the first operand is not partitioned;
-      * there are not as many indices as groups, or they index another axis too;
-      * it has batch dimensions;
-      * an index reads a part of a slice;
-      * the mode neither clips, nor fills in, nor promises that indices are in bounds;
-      * it would fill in a random key.
+    * the first operand is not partitioned;
+    * there are not as many indices as groups, or they index another axis too;
+    * it has batch dimensions;
+    * an index reads a part of a slice;
+    * the mode neither clips, nor fills in, nor promises that indices are in bounds;
+    * it would fill in a random key.
     """
     params, shape = eqn.params, eqn.invars[0].aval.shape
     dims, mode, out = params["dimension_numbers"], params["mode"], eqn.outvars[0].aval
@@ -151,7 +120,7 @@ def _gather(eqn, axis: int | None, known: tuple[int, ...] | None):
         return None
     (position,) = set(range(out.ndim)) - {*dims.offset_dims}
 
-    def with_blocks(partition: Partition, x, indices):
+    def with_blocks(partition: Partition, x: Array, indices: Array) -> Array:
         if known is not None and is_permutation(known, partition.size):
             slices = permute(jnp.moveaxis(x, axis, 0), known, partition)
             return jnp.moveaxis(slices, 0, position)
@@ -167,31 +136,22 @@ def _gather(eqn, axis: int | None, known: tuple[int, ...] | None):
     return with_blocks, (axis, None), (position,)
 
 
-def _scatter(eqn, axis: int | None, known: tuple[int, ...] | None):
+def _scatter(
+    eqn: Eqn, axis: int | None, known: tuple[int, ...] | None
+) -> Rewrite | None:
     """Rewrite a `scatter` or `scatter-add` whose updates are the groups' slices.
 
     That is `z.at[index].add(y)` or `.set(y)`: the slice of group j of `y` updates slice
     `index[j]` of `z`. It is a permute if the index is known and a permutation of the
     groups; else `.add` is a put_add (each group gets the sum of the slices sent to it),
-    and `.set` a take of the slice of the last group that writes.
+    and `.set` a take of the slice of the last group that writes. A global `z` is
+    scattered, along the axis that is indexed. None in each of these cases:
 
-    Args:
-      eqn: The equation, whose indices are global.
-      axis: The group axis of its updates; None: they are not partitioned.
-      known: The index of the group that each update is for, n integers, if all are
-        known while planning; else None.
-
-    Returns:
-      `(fn, in_axes, out_axes)`: `fn(partition, z, indices, y)` returns the updated
-      array; `in_axes` is `(g, None, axis)` and `out_axes` is `(g,)`, where g is the
-      axis of `z` that is indexed, so that a global `z` is scattered. None in place of
-      the triple in each of these cases:
-
-      * the updates are not partitioned, or along a window dimension;
-      * updates, indices and slices of `z` are not as many as groups;
-      * it has batch dimensions;
-      * an index updates a part of a slice;
-      * the dtype has no arithmetic, as that of random keys.
+    * the updates are not partitioned, or along a window dimension;
+    * updates, indices and slices of `z` are not as many as groups;
+    * it has batch dimensions;
+    * an index updates a part of a slice;
+    * the dtype has no arithmetic, as that of random keys.
     """
     params, (x, indices, updates) = eqn.params, (v.aval for v in eqn.invars)
     dims, mode = params["dimension_numbers"], params["mode"]
@@ -208,7 +168,9 @@ def _scatter(eqn, axis: int | None, known: tuple[int, ...] | None):
     if x.shape[group_axis] != n:
         return None
 
-    def with_blocks(partition: Partition, x, indices, updates):
+    def with_blocks(
+        partition: Partition, x: Array, indices: Array, updates: Array
+    ) -> Array:
         index = as_int32(indices[:, 0], -1, n)
         if mode == GatherScatterMode.CLIP:
             index = index.clip(0, n - 1)
@@ -230,6 +192,6 @@ def _scatter(eqn, axis: int | None, known: tuple[int, ...] | None):
     return with_blocks, (group_axis, None, axis), (group_axis,)
 
 
-def _is_plain(dtype) -> bool:
+def _is_plain(dtype: np.dtype) -> bool:
     """Whether values of a dtype can be added: numbers and bools, not random keys."""
     return jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_

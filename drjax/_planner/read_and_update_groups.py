@@ -18,15 +18,19 @@ which is refused: it costs as much as `drjax.gather`, and should look like it.
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.lax import GatherScatterMode
 
 from drjax import _compat
+from drjax._compat.types import Array, Eqn, GlobalArray
 from drjax._partition import Partition
 from drjax._planner.bind_blocks import (
+    WithBlocks,
     gather_groups,
     map_groups,
     partition_index,
@@ -39,23 +43,16 @@ SCATTERS = frozenset(
 )
 
 
-def read_some_groups(eqn, axis: int) -> Callable | None:
+def read_some_groups(eqn: Eqn, axis: int) -> WithBlocks | None:
     """Rewrite an equation that reads some groups of its first operand by their index.
 
-    Args:
-      eqn: An equation of any primitive, such as a `slice` or a `gather`. Its first
-        operand alone is partitioned.
-      axis: The group axis of its first operand.
+    The first operand alone is partitioned, along `axis`; the result is global. None in
+    each of these cases:
 
-    Returns:
-      A function `(partition, *operands) -> result`, which computes the result of `eqn`
-      (a list for an `unstack`) with building blocks, as a global value. None in each of
-      these cases:
-
-      * the equation does not read groups by their index;
-      * a `slice`, or a `pad` of negative size, reads no group or more than half;
-      * a `dynamic_slice` reads no group or all of them;
-      * a `gather` reads parts of slices, or has a form that is not rewritten.
+    * the equation does not read groups by their index;
+    * a `slice`, or a `pad` of negative size, reads no group or more than half;
+    * a `dynamic_slice` reads no group or all of them;
+    * a `gather` reads parts of slices, or has a form that is not rewritten.
     """
     shape = eqn.invars[0].aval.shape
     if eqn.primitive is lax.slice_p:
@@ -76,18 +73,11 @@ def read_some_groups(eqn, axis: int) -> Callable | None:
     return None
 
 
-def update_some_groups(eqn, axis: int) -> Callable | None:
+def update_some_groups(eqn: Eqn, axis: int) -> WithBlocks | None:
     """Rewrite an equation that updates some groups of its first operand by their index.
 
-    Args:
-      eqn: An equation of any primitive, such as a `scatter` or `dynamic_update_slice`.
-        Its first operand alone is partitioned.
-      axis: The group axis of its first operand.
-
-    Returns:
-      A function `(partition, *operands) -> result`, which computes the result of `eqn`
-      with building blocks, as a value partitioned along `axis`. None if the equation
-      does not update some groups by their index.
+    The first operand alone is partitioned, along `axis`, and so is the result. None if
+    the equation does not update some groups by their index.
     """
     if eqn.primitive is lax.dynamic_update_slice_p:
         return _dynamic_update_slice(eqn, axis)
@@ -96,21 +86,14 @@ def update_some_groups(eqn, axis: int) -> Callable | None:
     return None
 
 
-def _select_many_groups(partition: Partition, x, axis: int, indices):
+def _select_many_groups(
+    partition: Partition, x: Array, axis: int, indices: GlobalArray
+) -> GlobalArray:
     """Select the slices of k groups as a global value, stacked along the group axis.
 
     If k * k <= n, every group adds k slices (zeros, if it is not selected) to a sum: n
     k operations. If not, all slices are gathered, n slices of memory, and k of them
-    taken.
-
-    Args:
-      partition: The partition, of n groups.
-      x: The partitioned value.
-      axis: The group axis of `x`.
-      indices: The group indices, integers `[k]`, global. They are clipped to 0..n-1.
-
-    Returns:
-      A global value of the shape of `x`, but of size k along `axis`.
+    taken. The indices, integers `[k]`, are clipped to 0..n-1.
     """
     if indices.dtype.itemsize < 4:  # n may not fit in it
         indices = indices.astype(jnp.int32)
@@ -129,7 +112,8 @@ def _select_many_groups(partition: Partition, x, axis: int, indices):
 
 # -------------------------------------------------------------------------------------
 # Reading. `axis` is the group axis of the operand, whose shape is `shape`. Each rewrite
-# returns `(partition, *operands) -> result`, or None if it does not apply.
+# returns `(partition, *operands) -> result`, or None if it does not apply. The first
+# operand alone is partitioned, and the result is global.
 
 
 def _are_few(count: int, n: int) -> bool:
@@ -140,17 +124,10 @@ def _are_few(count: int, n: int) -> bool:
     return 0 < count <= n // 2
 
 
-def _slice(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
+def _slice(eqn: Eqn, axis: int, shape: Sequence[int]) -> WithBlocks | None:
     """Rewrite `x[start:stop:step]`, whose bounds are parameters: select these groups.
 
-    Args:
-      eqn: A `slice`.
-      axis: The group axis of its operand.
-      shape: The shape of its operand.
-
-    Returns:
-      A function `(partition, x) -> result`, whose result is global; None if `eqn` reads
-      no group or more than half of them.
+    None if it reads no group or more than half of them.
     """
     params = eqn.params
     strides = params["strides"] or (1,) * len(shape)
@@ -162,27 +139,18 @@ def _slice(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
     starts[axis], limits[axis] = 0, shape[axis]
     steps = (*strides[:axis], 1, *strides[axis + 1 :])
 
-    def with_blocks(partition: Partition, x):
+    def with_blocks(partition: Partition, x: Array) -> Array:
         x = lax.slice(x, starts, limits, steps)
         return _select_many_groups(partition, x, axis, jnp.asarray(selected, jnp.int32))
 
     return with_blocks
 
 
-def _pad(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
+def _pad(eqn: Eqn, axis: int, shape: Sequence[int]) -> WithBlocks | None:
     """Rewrite a `pad` that removes groups by negative padding: select those that stay.
 
-    The derivative of a slice's derivative has this form.
-
-    Args:
-      eqn: A `pad`.
-      axis: The group axis of its first operand.
-      shape: The shape of its first operand.
-
-    Returns:
-      A function `(partition, x, padding_value) -> result`, whose result is global; None
-      if the padding adds elements along the group axis, or if no group or more than
-      half of them stay.
+    The derivative of a slice's derivative has this form. None if the padding adds
+    elements along the group axis, or if no group or more than half of them stay.
     """
     config = list(eqn.params["padding_config"])
     low, high, interior = config[axis]
@@ -191,25 +159,17 @@ def _pad(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
         return None
     config[axis] = (0, 0, 0)
 
-    def with_blocks(partition: Partition, x, value):
+    def with_blocks(partition: Partition, x: Array, value: Array) -> Array:
         x = lax.pad(x, value, config)
         return _select_many_groups(partition, x, axis, jnp.asarray(selected, jnp.int32))
 
     return with_blocks
 
 
-def _dynamic_slice(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
+def _dynamic_slice(eqn: Eqn, axis: int, shape: Sequence[int]) -> WithBlocks | None:
     """Rewrite a `dynamic_slice` along the group axis: select groups from its start on.
 
-    Args:
-      eqn: A `dynamic_slice`.
-      axis: The group axis of its first operand.
-      shape: The shape of its first operand.
-
-    Returns:
-      A function `(partition, x, *starts) -> result`: `starts` are the start indices, an
-      integer `[]` for each dimension of `x`; the result is global. None if `eqn` reads
-      no group or all of them.
+    None if it reads no group or all of them.
     """
     sizes = list(eqn.params["slice_sizes"])
     count, sizes[axis] = sizes[axis], shape[axis]
@@ -217,7 +177,7 @@ def _dynamic_slice(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
     if not 0 < count < shape[axis]:
         return None
 
-    def with_blocks(partition: Partition, x, *starts):
+    def with_blocks(partition: Partition, x: Array, *starts: GlobalArray) -> Array:
         start = _clamped(starts[axis], partition.size - count)
         # Each group slices its other axes itself: the new window covers all groups.
         starts = (*starts[:axis], jnp.zeros_like(starts[axis]), *starts[axis + 1 :])
@@ -229,34 +189,18 @@ def _dynamic_slice(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
     return with_blocks
 
 
-def _clamped(start, last: int):
-    """Clamp a start index to 0..`last`, inclusive, as JAX does.
-
-    Args:
-      start: The index, an integer `[]`. If narrower than int32, it is converted first.
-      last: The greatest index.
-
-    Returns:
-      The index, int32 `[]`.
-    """
+def _clamped(start: GlobalArray, last: int) -> GlobalArray:
+    """Clamp a start index, an integer `[]`, to 0..`last`, as JAX does; return int32."""
     start = start if start.dtype.itemsize >= 4 else start.astype(jnp.int32)
     return jnp.clip(start, 0, last).astype(jnp.int32)
 
 
-def _squeeze(axis: int, dimensions: Sequence[int]) -> Callable:
-    """Rewrite a `squeeze` of the group axis, of size one: select the only group.
-
-    Args:
-      axis: The group axis of its operand.
-      dimensions: The dimensions that it removes, `axis` among them.
-
-    Returns:
-      A function `(partition, x) -> result`, whose result is global.
-    """
+def _squeeze(axis: int, dimensions: Sequence[int]) -> WithBlocks:
+    """Rewrite a `squeeze` of the group axis, of size one: select the only group."""
     # Dimension numbers of the slice, which lacks the group axis.
     others = tuple(d - (d > axis) for d in dimensions if d != axis)
 
-    def with_blocks(partition: Partition, x):
+    def with_blocks(partition: Partition, x: Array) -> Array:
         first = jnp.asarray(0, jnp.int32)
         only = select_group(jnp.moveaxis(x, axis, 0), first, partition)
         return lax.squeeze(only, others)
@@ -264,46 +208,27 @@ def _squeeze(axis: int, dimensions: Sequence[int]) -> Callable:
     return with_blocks
 
 
-def _unstack(eqn, axis: int) -> Callable:
-    """Rewrite `a, b, c = y`, one result for each group: gather all slices first.
+def _unstack(eqn: Eqn, axis: int) -> WithBlocks:
+    """Rewrite `a, b, c = y`, one result for each group: gather all slices first."""
 
-    Args:
-      eqn: An `unstack` along the group axis.
-      axis: The group axis of its operand.
-
-    Returns:
-      A function `(partition, x) -> results`: the list of all groups' slices, each a
-      global value.
-    """
-
-    def with_blocks(partition: Partition, x):
+    def with_blocks(partition: Partition, x: Array) -> list[GlobalArray]:
         return _compat.bind_equation(eqn, [gather_groups(x, axis, partition)])
 
     return with_blocks
 
 
-def _gather(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
+def _gather(eqn: Eqn, axis: int, shape: Sequence[int]) -> WithBlocks | None:
     """Rewrite a `gather` of groups' slices: select the groups that it indexes.
 
     With batch dimensions, which operand and indices share, the indices of each batch
     element select from the slices of this element. Indices out of bounds are clipped or
-    filled in, as the mode of the gather says.
+    filled in, as the mode of the gather says. None in each of these cases:
 
-    Args:
-      eqn: A `gather`.
-      axis: The group axis of its first operand.
-      shape: The shape of its first operand.
-
-    Returns:
-      A function `(partition, x, indices) -> result`, which takes the operands of `eqn`,
-      `x` partitioned and `indices` global, and returns its result, a global value. None
-      in each of these cases:
-
-      * `eqn` does not index the group axis, or collapses another one;
-      * it reads parts of slices, or several consecutive groups at each index;
-      * there is only one group;
-      * its mode neither clips, nor fills in, nor promises that indices are in bounds;
-      * it would fill in a random key.
+    * `eqn` does not index the group axis, or collapses another one;
+    * it reads parts of slices, or several consecutive groups at each index;
+    * there is only one group;
+    * its mode neither clips, nor fills in, nor promises that indices are in bounds;
+    * it would fill in a random key.
     """
     params = eqn.params
     dims, mode = params["dimension_numbers"], params["mode"]
@@ -326,7 +251,7 @@ def _gather(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
     out, column = eqn.outvars[0].aval.shape, dims.start_index_map.index(axis)
     batch = [d for d in range(len(out)) if d not in dims.offset_dims]
 
-    def with_blocks(partition: Partition, x, indices):
+    def with_blocks(partition: Partition, x: Array, indices: GlobalArray) -> Array:
         leading = indices.shape[:-1]
         # Windows are whole along every other indexed axis, so that an index is 0, or is
         # out of bounds: clipped to 0, or filled in below. Only this column selects.
@@ -356,26 +281,15 @@ def _gather(eqn, axis: int, shape: Sequence[int]) -> Callable | None:
     return with_blocks
 
 
-def _per_column(limits: Sequence[int], indices):
-    """Broadcast a limit for each column of indices, to clamp or compare the indices.
-
-    Args:
-      limits: k integers, for the k dimensions that the columns index.
-      indices: Integers `[..., k]`.
-
-    Returns:
-      An array of the shape and dtype of `indices`.
-    """
+def _per_column(limits: Sequence[int], indices: Array) -> Array:
+    """Broadcast limits of k columns to the shape and dtype of indices, `[..., k]`."""
     return jnp.broadcast_to(jnp.array(limits, indices.dtype), indices.shape)
 
 
-def fill_value(dtype, value):
+def fill_value(dtype: np.dtype, value: Any) -> GlobalArray:
     """Return the scalar that a `gather` fills in for indices out of bounds.
 
-    Args:
-      dtype: The dtype of the results of the `gather`, and of the scalar.
-      value: Its parameter `fill_value`, a scalar; None: the default of JAX for the
-        dtype.
+    `value` is its parameter `fill_value`; None: the default of JAX for the dtype.
     """
     # JAX chooses it by dtype: NaN, or the least or greatest integer. Ask JAX itself.
     one = jnp.zeros((1,), dtype)
@@ -383,25 +297,21 @@ def fill_value(dtype, value):
 
 
 # -------------------------------------------------------------------------------------
-# Updating. `axis` is the group axis of the operand. Rewrites return the same as above.
+# Updating. `axis` is the group axis of the operand. Rewrites return the same as above,
+# but that the result is partitioned, along `axis`, too.
 
 
-def _each_group(update: Callable, partition: Partition, x, axis: int):
-    """Apply `update` to the slice of each group.
+def _each_group(
+    update: Callable[[Array, Array], Array], partition: Partition, x: Array, axis: int
+) -> Array:
+    """Apply `update` to the slice of each group of `x`, partitioned along `axis`.
 
-    Args:
-      update: `update(group, own) -> new`, the function of one group: from its index,
-        int32 `[]`, and its slice to the new slice. Both slices have the group axis, of
-        size one. Values that it closes over are broadcast.
-      partition: The partition.
-      x: The partitioned value.
-      axis: Its group axis.
-
-    Returns:
-      The new value, partitioned along `axis`.
+    `update(group, own)` takes the group index, int32 `[]`, and the slice, and returns
+    the new slice. Both slices have the group axis, of size one. Values that it closes
+    over are broadcast.
     """
 
-    def update_slice(group, own):
+    def update_slice(group: Array, own: Array) -> list[Array]:
         # A unit axis, as the equation's dimension numbers count the group axis.
         return [lax.squeeze(update(group, lax.expand_dims(own, (axis,))), (axis,))]
 
@@ -410,28 +320,22 @@ def _each_group(update: Callable, partition: Partition, x, axis: int):
     return jnp.moveaxis(updated, 0, axis)
 
 
-def _dynamic_update_slice(eqn, axis: int) -> Callable | None:
+def _dynamic_update_slice(eqn: Eqn, axis: int) -> WithBlocks | None:
     """Rewrite a `dynamic_update_slice` of some groups; other slices stay.
 
-    Args:
-      eqn: A `dynamic_update_slice`.
-      axis: The group axis of its first operand.
-
-    Returns:
-      A function `(partition, x, values, *starts) -> result`, which takes the operands
-      of `eqn`, `x` partitioned and the others global, and returns its result,
-      partitioned along `axis`. None if the update has no group or all of them along the
-      group axis.
+    None if the update has no group or all of them along the group axis.
     """
     count = eqn.invars[1].aval.shape[axis]
     if count == 0 or count == eqn.invars[0].aval.shape[axis]:
         return None
 
-    def with_blocks(partition: Partition, x, values, *starts):
+    def with_blocks(
+        partition: Partition, x: Array, values: Array, *starts: GlobalArray
+    ) -> Array:
         first = _clamped(starts[axis], partition.size - count)
         starts = (*starts[:axis], jnp.zeros_like(starts[axis]), *starts[axis + 1 :])
 
-        def update(group, own):
+        def update(group: Array, own: Array) -> Array:
             i = group - first
             # A group knows only at run time whether it is updated, so each computes an
             # update, and those that are not drop it.
@@ -444,25 +348,17 @@ def _dynamic_update_slice(eqn, axis: int) -> Callable | None:
     return with_blocks
 
 
-def _scatter(eqn, axis: int) -> Callable | None:
+def _scatter(eqn: Eqn, axis: int) -> WithBlocks | None:
     """Rewrite a scatter that indexes the group axis: each group applies its updates.
 
     A group drops the updates whose index is that of another group. Indices out of
-    bounds are clipped or dropped, as the mode of the scatter says.
+    bounds are clipped or dropped, as the mode of the scatter says. None in each of
+    these cases:
 
-    Args:
-      eqn: A scatter of any sort, such as a `scatter` or a `scatter-add`.
-      axis: The group axis of its first operand.
-
-    Returns:
-      A function `(partition, x, indices, updates) -> result`, which takes the operands
-      of `eqn`, `x` partitioned and the others global, and returns its result,
-      partitioned along `axis`. None in each of these cases:
-
-      * `eqn` does not index the group axis;
-      * it has as many indices as there are groups, or more;
-      * its windows extend over all groups;
-      * it has several windows, of several groups each.
+    * `eqn` does not index the group axis;
+    * it has as many indices as there are groups, or more;
+    * its windows extend over all groups;
+    * it has several windows, of several groups each.
     """
     params = eqn.params
     dims, mode = params["dimension_numbers"], params["mode"]
@@ -490,7 +386,9 @@ def _scatter(eqn, axis: int) -> Callable | None:
     # Whether an index is the group's own is in no order, whatever the user's were.
     drops["indices_are_sorted"] = False
 
-    def with_blocks(partition: Partition, x, indices, updates):
+    def with_blocks(
+        partition: Partition, x: Array, indices: GlobalArray, updates: Array
+    ) -> Array:
         if indices.dtype.itemsize < 4:
             indices = indices.astype(jnp.int32)
         inside = jnp.clip(indices, 0, _per_column(last, indices))
@@ -499,7 +397,7 @@ def _scatter(eqn, axis: int) -> Callable | None:
         valid |= mode != GatherScatterMode.FILL_OR_DROP
         inside = inside.astype(jnp.int32)
 
-        def update(group, own):
+        def update(group: Array, own: Array) -> Array:
             i, own_updates = group - inside[..., column], updates
             if axis in windows:
                 # Of one window over several groups, each group applies its slice.

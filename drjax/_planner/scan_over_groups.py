@@ -14,36 +14,27 @@ Invariants: `f` and `g` do not read a running sum. Sharp edges: the addition mus
 last equation on its carried value; a step that scales the carry is refused.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from drjax import _compat
+from drjax._compat.types import Array, Atom, Eqn, OpenJaxpr, Var
 from drjax._jaxprs.walk import definitions
 from drjax._partition import Partition
 from drjax._planner.bind_blocks import map_groups, reduce_groups
 from drjax._planner.inline import is_rewritten_scan
+from drjax._planner.moves_between_groups import Rewrite
 from drjax.primitives import reduce_sum_p
 
 
-def scan_as_map(
-    eqn, axes: Sequence[int | None]
-) -> tuple[Callable, tuple[int | None, ...], tuple[int | None, ...]] | None:
+def scan_as_map(eqn: Eqn, axes: Sequence[int | None]) -> Rewrite | None:
     """Rewrite a scan whose steps are the groups as a `map_fn` and reductions.
 
     A step may use the carried values only to add to them; then steps are independent.
-
-    Args:
-      eqn: A scan.
-      axes: For each operand its group axis; None: it is not partitioned.
-
-    Returns:
-      `(fn, in_axes, out_axes)`: `fn(partition, *operands)` returns the list of results
-      of the scan; `in_axes` and `out_axes` are the group axes of operands and results,
-      None for global ones. None in place of the triple if the steps are not the groups,
-      or depend on each other.
+    None if the steps are not the groups, or depend on each other.
     """
     n_consts, n_carry = _compat.scan_sizes(eqn)
     first = n_consts + n_carry
@@ -68,10 +59,10 @@ def scan_as_map(
     if any(used[i] for i in sums_read):
         return None
 
-    def blocks(partition: Partition, *operands):
+    def blocks(partition: Partition, *operands: Array) -> list[Array]:
         closed_over, init = operands[:first], operands[n_consts:first]
 
-        def step(*xs):
+        def step(*xs: Array) -> list[Array]:
             inputs = zip([*closed_over, *xs], used, strict=True)
             return list(_compat.jaxpr_as_fun(live)(*(x for x, u in inputs if u)))
 
@@ -90,19 +81,12 @@ def scan_as_map(
     return blocks, in_axes, (*(None,) * n_carry, *(0,) * len(ys))
 
 
-def _addends(body, n_consts: int, n_carry: int) -> list[Any] | None:
+def _addends(body: OpenJaxpr, n_consts: int, n_carry: int) -> list[Var | None] | None:
     """Find what a step of a scan adds to each carried value, if it does nothing else.
 
-    Args:
-      body: The open jaxpr of one step.
-      n_consts: How many arguments of `body` are constants.
-      n_carry: How many values are carried: arguments after the constants, and the first
-        results.
-
-    Returns:
-      For each carried value the variable of `body` that is added to it, or None if the
-      step returns the value as it is. None in place of the list if a step changes a
-      carried value in another way, or uses one that it adds to, or the sum, elsewhere.
+    None for a value that the step returns as it is. None in place of the list if a step
+    changes a carried value in another way, or uses one that it adds to, or the sum,
+    elsewhere.
     """
     definition = definitions(body.eqns)
     uses = [v for e in body.eqns for v in e.invars] + list(body.outvars)
@@ -127,18 +111,11 @@ def _addends(body, n_consts: int, n_carry: int) -> list[Any] | None:
     return addends
 
 
-def _converted(var, definition: dict):
+def _converted(var: Atom, definition: dict[Var, Eqn]) -> Atom:
     """Look through a conversion of a weakly typed carry to the same dtype.
 
     JAX writes this no-op for a scan that starts from a Python number, as `0.0` is. It
     would hide that a step returns its carry unchanged.
-
-    Args:
-      var: A variable or literal of the step.
-      definition: For each variable of the step the equation that defines it.
-
-    Returns:
-      The operand of the conversion that defines `var`; else `var` itself.
     """
     eqn = None if isinstance(var, Literal) else definition.get(var)
     if eqn is None or eqn.primitive.name != "convert_element_type":

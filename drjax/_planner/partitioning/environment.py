@@ -249,7 +249,7 @@ class Environment:
         return -1 if self.partition is None else self.partition.size
 
     def is_redundant_scatter(self, eqn: Eqn) -> bool:
-        """Whether an equation is a `scatter` of a value that has the group axis 0 already.
+        """Whether an equation scatters a value that already has the group axis 0.
 
         Such a scatter changes nothing. Derivatives have it: the transpose of a gather
         scatters the cotangent of its result, which is partitioned where the result was
