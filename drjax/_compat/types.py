@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     # JAX declares any `aval` an `AbstractValue`, which has no shape and no dtype. For
     # type checkers it is of any type, and JAX's own classes conform to these.
     Aval: TypeAlias = Any
+    PyTreeDef: TypeAlias = Any  # which is a variable to them
 
     class Var(Protocol):
         @property
@@ -75,6 +76,7 @@ else:  # the public module takes 20 ms to import
     ClosedJaxpr = getattr(core, "ClosedJaxpr", core.Jaxpr)
     Aval, Var, Eqn, OpenJaxpr = core.ShapedArray, core.Var, core.JaxprEqn, core.Jaxpr
     Atom = core.Var | core.Literal
+    PyTreeDef = jax.tree_util.PyTreeDef
 
 Array: TypeAlias = jax.Array  # global or partitioned
 GlobalArray: TypeAlias = jax.Array  # [*s]

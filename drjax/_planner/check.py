@@ -16,6 +16,7 @@ from jax.core import Tracer
 from jax.extend.core import Literal
 
 from drjax import _compat
+from drjax._compat.types import Atom, PyTree
 from drjax._context import resized
 from drjax._errors import DrjaxValueError
 from drjax._jaxprs.associative import difference_of_orders
@@ -23,7 +24,7 @@ from drjax._jaxprs.eval_jaxpr import literal_value
 from drjax._jaxprs.walk import live_equations
 from drjax._partition import Partition
 from drjax._planner.inline import inline_calls
-from drjax._planner.make_plan import inline_and_infer, trace
+from drjax._planner.make_plan import Traced, inline_and_infer, trace
 from drjax._planner.naming import function_name, result_names
 from drjax._planner.partitioning.environment import Environment
 from drjax._sharding.layout import find_mesh, make_layout
@@ -96,10 +97,7 @@ class Signature:
     def _placement(self) -> str:
         """Describe the mesh axes and the groups per device, for the printed text.
 
-        The signature must have a partition.
-
-        Returns:
-          A phrase such as "on mesh axis 'clients' of 8 devices with 4 groups each".
+        For example "on mesh axis 'clients' of 8 devices with 4 groups each".
         """
         assert self.partition is not None
         if not self.axes:
@@ -151,13 +149,13 @@ def check(fn: Callable, partitioned: Any = None) -> Callable[..., Signature]:
     """
 
     @functools.wraps(fn)
-    def checker(*args, **kwargs) -> Signature:
+    def checker(*args: Any, **kwargs: Any) -> Signature:
         traced = trace(fn, partitioned, args, kwargs)
         kinds = inline_and_infer(traced.closed, traced.names, traced.declared)
         outs = result_names(traced.out_tree)
         _check_folds(kinds, lambda *xs: trace(fn, partitioned, *xs), args, kwargs)
 
-        def typed(var, name):
+        def typed(var: Atom, name: str) -> Typed:
             return Typed(name, var.aval.shape, var.aval.dtype, kinds[var].axis)
 
         partition = kinds.partition
@@ -179,7 +177,12 @@ def check(fn: Callable, partitioned: Any = None) -> Callable[..., Signature]:
     return checker
 
 
-def _check_folds(kinds: Environment, trace_again: Callable, args, kwargs) -> None:
+def _check_folds(
+    kinds: Environment,
+    trace_again: Callable[[PyTree, PyTree], Traced],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+) -> None:
     """Raise `DrjaxValueError` if a fold gives two results for the first three groups.
 
     Only what these folds need is computed, of a program with three groups. Folds in

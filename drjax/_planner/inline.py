@@ -32,6 +32,7 @@ from jax.sharding import AxisType
 
 from drjax import _compat, primitives
 from drjax._compat.retype_mesh import without_high_level
+from drjax._compat.types import Array, Atom, ClosedJaxpr, Eqn, OpenJaxpr, Var
 from drjax._jaxprs.eval_jaxpr import literal_value
 from drjax._jaxprs.provenance import called_by
 from drjax._jaxprs.walk import (
@@ -86,17 +87,24 @@ class InlinedJaxpr:
     """A jaxpr without calls: the planner's intermediate form, which passes rewrite.
 
     Attributes:
-      invars: The list of variables that are its arguments.
-      eqns: The list of its equations, definitions before uses.
-      outvars: The list of variables that are its results.
+      invars: The variables that are its arguments.
+      eqns: Its equations, definitions before uses.
+      outvars: The variables that are its results.
       consts: For each variable that is a constant its value.
-      known_bodies: For each `scan`, `while` or `cond` equation the tuple of its inlined
-        jaxprs, if `bodies` has inlined them or a pass has rewritten them. Default: {}.
+      known_bodies: For each `scan`, `while` or `cond` equation its inlined jaxprs, if
+        `bodies` has inlined them or a pass has rewritten them.
       names: For each argument its name, if it is a whole program; {} for a body.
       known_arguments: For each argument of a body whose value is known, that value.
     """
 
-    def __init__(self, invars, eqns, outvars, consts: dict, known_bodies=None):
+    def __init__(
+        self,
+        invars: list[Var],
+        eqns: list[Eqn],
+        outvars: list[Atom],
+        consts: dict[Var, Any],
+        known_bodies: "dict[Eqn, tuple[InlinedJaxpr, ...]] | None" = None,
+    ):
         self.invars, self.eqns, self.outvars = invars, eqns, outvars
         self.consts: dict[Any, Any] = consts
         self.known_bodies: dict[Any, tuple[InlinedJaxpr, ...]] = known_bodies or {}
@@ -105,10 +113,9 @@ class InlinedJaxpr:
         self._memoized: dict[Any, Any] = {}
 
     @functools.cached_property
-    def defs_and_uses(self) -> dict[Any, list[int]]:
-        """For each variable the list of indices in `eqns` of its definition and uses.
+    def defs_and_uses(self) -> dict[Var, list[int]]:
+        """For each variable the indices in `eqns` of its definition, then of its uses.
 
-        The equation that defines it comes first, then those that use it, in order.
         Arguments and constants have uses only. An equation with the variable as two
         operands is listed once for each.
         """
@@ -133,26 +140,21 @@ class InlinedJaxpr:
     def memoize(self, analysis: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return `analysis(*args, **kwargs)`, computed once in the life of this jaxpr.
 
+        The analysis must have no side effects, and its arguments must be hashable.
         Passes that infer partitioning again, after a rewrite, ask the same of equations
         and bodies that were not rewritten.
-
-        Args:
-          analysis: A function without side effects.
-          *args: Its positional arguments, which must be hashable.
-          **kwargs: Its keyword arguments, which must be hashable.
         """
         key = analysis, args, *kwargs.items()
         if key not in self._memoized:
             self._memoized[key] = analysis(*args, **kwargs)
         return self._memoized[key]
 
-    def bodies(self, eqn) -> tuple["InlinedJaxpr", ...]:
+    def bodies(self, eqn: Eqn) -> tuple["InlinedJaxpr", ...]:
         """Return the bodies of a `scan`, `while` or `cond` of this jaxpr, inlined.
 
-        The first call for `eqn` inlines and records them; later ones return the same.
-
-        Returns:
-          `(body,)` of a scan, `(condition, body)` of a while, the branches of a cond.
+        These are `(body,)` of a scan, `(condition, body)` of a while, the branches of a
+        cond. The first call for `eqn` inlines and records them; later ones return the
+        same.
         """
         if eqn not in self.known_bodies:
             params = [eqn.params[name] for name in CONTROL[eqn.primitive.name]]
@@ -164,32 +166,29 @@ class InlinedJaxpr:
         return self.known_bodies[eqn]
 
     def replaced_bodies(
-        self, eqn, new: "Sequence[InlinedJaxpr | None]"
-    ) -> tuple | None:
-        """The bodies of a loop with new ones among them; None if all of them stay."""
+        self, eqn: Eqn, new: "Sequence[InlinedJaxpr | None]"
+    ) -> "tuple[InlinedJaxpr, ...] | None":
+        """Return the bodies of a loop with new ones among them; None if all stay."""
         if all(body is None for body in new):
             return None
         pairs = zip(self.bodies(eqn), new, strict=True)
         return tuple(old if body is None else body for old, body in pairs)
 
-    def rewritten(self, eqns: list, bodies: dict) -> "InlinedJaxpr":
-        """The same jaxpr with other equations, and bodies of loops."""
+    def rewritten(
+        self, eqns: list[Eqn], bodies: "dict[Eqn, tuple[InlinedJaxpr, ...]]"
+    ) -> "InlinedJaxpr":
+        """Return the same jaxpr with other equations, and bodies of loops."""
         new = InlinedJaxpr(self.invars, eqns, self.outvars, self.consts, bodies)
         new.names, new.known_arguments = self.names, self.known_arguments
         return new
 
-    def _known_indices(self, operands: Sequence[Any]) -> dict[int, np.ndarray]:
+    def _known_indices(self, operands: Sequence[Atom]) -> dict[int, np.ndarray]:
         """Find the constants of a loop's body that are small, known integer arrays.
 
-        A derivative computes the indices of a loop's body once, outside of the loop,
-        and passes them in. Unbatching a gather in the body needs their values.
-
-        Args:
-          operands: The operands for the first arguments of the body, same in each step.
-
-        Returns:
-          A dict from the position of an argument of the body to its value, for integer
-          arrays of 2 to `_SMALL` elements whose values are known while planning.
+        The result maps the position of an argument of the body to its value, for arrays
+        of 2 to `_SMALL` elements. A derivative computes the indices of a loop's body
+        once, outside of the loop, and passes them in. Unbatching a gather in the body
+        needs their values.
         """
         values = {}
         for i, atom in enumerate(operands):
@@ -204,16 +203,11 @@ class InlinedJaxpr:
         return values
 
 
-def _loop_constants(eqn) -> Sequence[Sequence[Any]]:
-    """List the operands of a loop that its bodies take unchanged in each step.
+def _loop_constants(eqn: Eqn) -> Sequence[Sequence[Atom]]:
+    """List, for each body of a loop, the operands that it takes unchanged in each step.
 
-    Args:
-      eqn: A `scan`, `while` or `cond`.
-
-    Returns:
-      For each body the operands for its first arguments: the constants of a scan's
-        step, those of a while's condition and of its step, and all operands of a cond's
-        branches.
+    They are for its first arguments: the constants of a scan's step, those of a while's
+    condition and of its step, and all operands of a cond's branches.
     """
     match eqn.primitive.name:
         case "scan":
@@ -224,21 +218,16 @@ def _loop_constants(eqn) -> Sequence[Sequence[Any]]:
             return [eqn.invars[1:]] * len(eqn.params["branches"])
 
 
-def inline_calls(closed, call=None, known=None) -> InlinedJaxpr:
-    """Inline all calls of a closed jaxpr, and remove dead equations.
+def inline_calls(
+    closed: ClosedJaxpr,
+    call: Eqn | None = None,
+    known: dict[int, np.ndarray] | None = None,
+) -> InlinedJaxpr:
+    """Inline all calls of a jaxpr, remove dead equations, and prepare unbatching.
 
-    Args:
-      closed: The closed jaxpr, of a program or of a body of a `scan`, `while` or
-        `cond`.
-      call: If `closed` is such a body, the equation that has it as a parameter:
-        equations without a source line of their own get its line. None for a whole
-        program.
-      known: A dict from the position of an argument to its value, for arguments of a
-        body whose values are known while planning. None: {}.
-
-    Returns:
-      A jaxpr of the same arguments and results, prepared for unbatching: pointwise
-      equations broadcast explicitly, and `while` has a scalar condition.
+    If `closed` is a body of a `scan`, `while` or `cond`, `call` is that equation:
+    equations without a source line of their own get its line. `known` has, by position,
+    the values of those arguments of the body that are known while planning.
     """
     closed = without_high_level(closed)
     jaxpr = _compat.open_jaxpr(closed)
@@ -264,18 +253,14 @@ def inline_calls(closed, call=None, known=None) -> InlinedJaxpr:
     return inlined
 
 
-def _share_gathers(eqns: list, outvars: Sequence[Any]) -> tuple[list, list]:
+def _share_gathers(
+    eqns: list[Eqn], outvars: Sequence[Atom]
+) -> tuple[list[Eqn], list[Atom]]:
     """Merge equations that gather the slices of the same variable into one.
 
-    Without it, a value would be communicated several times: `inline_calls` replaces
-    `reduce_columns`, and derivatives of `reduce`, by a gather and work of the server.
-
-    Args:
-      eqns: The equations, definitions before uses.
-      outvars: The results, variables or literals.
-
-    Returns:
-      `(equations, results)`, in which each variable is gathered once.
+    The new equations and results are returned. Without it, a value would be
+    communicated several times: `inline_calls` replaces `reduce_columns`, and
+    derivatives of `reduce`, by a gather and work of the server.
     """
     known: dict[Any, Any] = {}
     names: dict[Any, Any] = {}
@@ -293,7 +278,7 @@ def _share_gathers(eqns: list, outvars: Sequence[Any]) -> tuple[list, list]:
     return kept, substitute(outvars, names)
 
 
-def is_rewritten_scan(eqn) -> bool:
+def is_rewritten_scan(eqn: Eqn) -> bool:
     """Whether an equation is a scan that rematerialization of residuals has rewritten.
 
     Such a scan has no parameter `jaxpr`. Its body is an `InlinedJaxpr`: for the jaxpr
@@ -302,12 +287,12 @@ def is_rewritten_scan(eqn) -> bool:
     return eqn.primitive.name == "scan" and "jaxpr" not in eqn.params
 
 
-def uses_blocks(jaxpr, partition: Partition | None = None) -> bool:
+def uses_blocks(
+    jaxpr: ClosedJaxpr | OpenJaxpr, partition: Partition | None = None
+) -> bool:
     """Whether a jaxpr binds a building block at any depth outside of mapped functions.
 
-    Args:
-      jaxpr: The jaxpr, open or closed.
-      partition: The partition of the building block; None: any partition.
+    With a partition, only blocks over this one count.
     """
     # The jaxpr of a map_fn is work of one group: its blocks are an inner program's.
     return any(
@@ -318,15 +303,10 @@ def uses_blocks(jaxpr, partition: Partition | None = None) -> bool:
     )
 
 
-def _variable(atom, consts: dict):
-    """Return a variable for an operand that may be a literal.
+def _variable(atom: Atom, consts: dict[Var, Any]) -> Var:
+    """Return a variable for an operand: a literal becomes a new constant in `consts`.
 
-    Later passes look up operands of loops and folds, and results, as variables. So a
-    literal becomes a new constant of the program.
-
-    Args:
-      atom: A variable, which is returned, or a literal.
-      consts: For each constant its value; the new constant is added to this dict.
+    Later passes look up operands of loops and folds, and results, as variables.
     """
     if not isinstance(atom, Literal):
         return atom
@@ -335,25 +315,21 @@ def _variable(atom, consts: dict):
     return var
 
 
-def _inline(jaxpr, args: Sequence[Any], eqns: list, consts: dict, call=None) -> list:
-    """Append the equations of a jaxpr to `eqns`, prepared for unbatching.
+def _inline(
+    jaxpr: OpenJaxpr,
+    args: Sequence[Atom],
+    eqns: list[Eqn],
+    consts: dict[Var, Any],
+    call: Eqn | None = None,
+) -> list[Atom]:
+    """Append the equations of a jaxpr to `eqns`, and return what its results are there.
 
-    Calls are replaced by their equations, identities dropped, broadcasts made explicit,
-    and the conditions of `while` loops made scalar.
-
-    Args:
-      jaxpr: The open jaxpr.
-      args: For each argument of `jaxpr` the variable, or literal, that it stands for.
-      eqns: The list to which equations are appended.
-      consts: For each constant its value; the constants of inlined calls are added to
-        this dict.
-      call: The equation that has `jaxpr` as a parameter: a call, or a `scan`, `while`
-        or `cond`. The appended equations then define new variables, as `jaxpr` may be
-        inlined twice, and those without a source line get that of `call`. None: the
-        jaxpr is a whole program.
-
-    Returns:
-      The list of variables, or literals, that are the results of `jaxpr`.
+    They are prepared for unbatching: calls are replaced by their equations, identities
+    dropped, broadcasts made explicit, and the conditions of `while` loops made scalar.
+    `args` are what the arguments of `jaxpr` stand for. Constants of inlined calls are
+    added to `consts`. `call` is the equation that has `jaxpr` as a parameter: a call,
+    or a `scan`, `while` or `cond`. The appended equations then define new variables, as
+    `jaxpr` may be inlined twice, and those without a source line get that of `call`.
     """
     names = dict(zip(jaxpr.invars, args, strict=True))
 
@@ -389,17 +365,11 @@ def _inline(jaxpr, args: Sequence[Any], eqns: list, consts: dict, call=None) -> 
     return substitute(jaxpr.outvars, names)
 
 
-def _callee(eqn, ins: Sequence[Any]) -> tuple[Any, list] | None:
-    """Return the jaxpr that an equation only calls, and the operands of the call.
+def _callee(eqn: Eqn, ins: Sequence[Atom]) -> tuple[ClosedJaxpr, list[Atom]] | None:
+    """Return the jaxpr that an equation only calls, and those of `ins` that it takes.
 
-    Args:
-      eqn: The equation, of any primitive.
-      ins: Its operands, variables or literals of the inlined jaxpr.
-
-    Returns:
-      `(jaxpr, operands)`: the callee, a closed jaxpr that computes the results of
-      `eqn`, and for each argument of it one of `ins`. Of a `custom_linear_solve`, the
-      callee is its function `solve`. None if `eqn` is no call.
+    None if the equation is no call. The jaxpr computes the results of the equation; of
+    a `custom_linear_solve`, it is its function `solve`.
     """
     name = eqn.primitive.name
     # Derivative rules are dropped: the program is differentiated already.
@@ -420,7 +390,7 @@ def _callee(eqn, ins: Sequence[Any]) -> tuple[Any, list] | None:
     return None
 
 
-def _is_identity(eqn) -> bool:
+def _is_identity(eqn: Eqn) -> bool:
     """Whether an equation returns its operands unchanged, so that inlining removes it.
 
     It does if it is an `optimization_barrier` of one operand, a `device_put` without a
@@ -436,18 +406,12 @@ def _is_identity(eqn) -> bool:
     return eqn.primitive is lax.optimization_barrier_p and len(eqn.invars) == 1
 
 
-def _with_scalar_condition(eqn):
+def _with_scalar_condition(eqn: Eqn) -> Eqn:
     """Rewrite a `while` with a batch of conditions to one with a scalar condition.
 
     Batching a `while` gives it a condition for each element of the batch. The new loop
-    runs as long as any element continues, and its step leaves the others unchanged.
-
-    Args:
-      eqn: The equation, of any primitive.
-
-    Returns:
-      The rewritten `while`; `eqn` itself if it is no `while`, or has a scalar
-      condition.
+    runs as long as any element continues, and its step leaves the others unchanged. Any
+    other equation is returned as it is.
     """
     if eqn.primitive.name != "while":
         return eqn
@@ -461,10 +425,10 @@ def _with_scalar_condition(eqn):
     n = n_cond + len(body_consts)
     continues, step = map(_compat.jaxpr_as_fun, (condition, body))
 
-    def any_continues(*args):
+    def any_continues(*args: Array) -> list[Array]:
         return [any_of_batch(lambda *xs: continues(*xs)[0])(*args)]
 
-    def masked_step(*args):
+    def masked_step(*args: Array) -> list[Array]:
         mask = lambda *carry: continues(*args[:n_cond], *carry)[0]
         unmasked = lambda *carry: step(*args[n_cond:n], *carry)
         return step_where(mask, unmasked)(*args[n:])
@@ -484,33 +448,20 @@ def _with_scalar_condition(eqn):
 # updates only those that do. Conditions and steps are functions of the carry.
 
 
-def any_of_batch(condition: Callable) -> Callable:
-    """Reduce a batch of conditions to whether any element of the batch continues.
-
-    Args:
-      condition: `condition(*carry)` takes the carried values of a `while` and returns
-        an array of bools, one for each element of the batch.
-
-    Returns:
-      A function `(*carry) -> bool []`: the condition of the whole batch.
-    """
+def any_of_batch(condition: Callable[..., Array]) -> Callable[..., Array]:
+    """Reduce a batch of conditions to whether any element continues, a bool `[]`."""
     return lambda *carry: jnp.any(condition(*carry))
 
 
-def step_where(condition: Callable, step: Callable) -> Callable:
+def step_where(
+    condition: Callable[..., Array], step: Callable[..., Sequence[Array]]
+) -> Callable[..., list[Array]]:
     """Restrict a step to the elements of a batch that continue; others stay unchanged.
 
-    Args:
-      condition: `condition(*carry)` takes the carried values of a `while` and returns
-        an array of bools, one for each element of the batch.
-      step: `step(*carry)` returns the new carried values. The leading axes of each are
-        those of the batch.
-
-    Returns:
-      A function `(*carry) -> new carried values`, a list.
+    The leading axes of each carried value are those of the condition, the batch.
     """
 
-    def masked_step(*carry):
+    def masked_step(*carry: Array) -> list[Array]:
         mask = condition(*carry)
         dims = range(mask.ndim)
         return [
@@ -523,18 +474,12 @@ def step_where(condition: Callable, step: Callable) -> Callable:
     return masked_step
 
 
-def _with_explicit_broadcasts(eqn) -> list:
+def _with_explicit_broadcasts(eqn: Eqn) -> list[Eqn]:
     """Broadcast the operands of a pointwise equation explicitly to the result's shape.
 
-    A pointwise primitive broadcasts dimensions of size one implicitly. Such a dimension
-    may be the group axis of a single group, which unbatching must see.
-
-    Args:
-      eqn: The equation, of any primitive.
-
-    Returns:
-      The list of the equations that broadcast, followed by the pointwise one; `[eqn]`
-      if there is nothing to broadcast, or if `eqn` is not pointwise.
+    The equations that broadcast come first. A pointwise primitive broadcasts dimensions
+    of size one implicitly. Such a dimension may be the group axis of a single group,
+    which unbatching must see.
     """
     if eqn.primitive.name not in ELEMENTWISE:
         return [eqn]
@@ -548,16 +493,13 @@ def _with_explicit_broadcasts(eqn) -> list:
     return [*broadcasts, eqn.replace(invars=ins)] if broadcasts else [eqn]
 
 
-def _broadcast(var, shape, source_info) -> tuple[list, Any]:
+def _broadcast(
+    var: Atom, shape: tuple[int, ...], source_info: Any
+) -> tuple[list[Eqn], Var]:
     """Write equations that broadcast a variable's dimensions of size one.
 
-    Args:
-      var: The variable.
-      shape: The shape of the result, with as many dimensions as `var` has.
-      source_info: The `source_info` of the new equations: their source line.
-
-    Returns:
-      `(equations, var)`: the list of equations, and the variable that is their result.
+    They are returned with the variable that is their result. `shape` has as many
+    dimensions as `var`.
     """
     small = var.aval.shape
     kept = [d for d in range(len(shape)) if small[d] == shape[d]]
@@ -578,18 +520,12 @@ def _broadcast(var, shape, source_info) -> tuple[list, Any]:
     return eqns, names[raw.outvars[0]]
 
 
-def _fold_constants(eqns: list, consts: dict) -> list:
+def _fold_constants(eqns: list[Eqn], consts: dict[Var, Any]) -> list[Eqn]:
     """Evaluate pointwise equations on scalar constants, such as 1/n in a gradient.
 
-    A folded scalar is part of a stage's code, instead of a broadcast in each round.
-
-    Args:
-      eqns: The equations, definitions before uses.
-      consts: For each constant its value; the results of evaluated equations are added
-        to this dict, as NumPy arrays.
-
-    Returns:
-      The list of equations that remain.
+    The results are added to `consts`, as NumPy arrays, and the other equations
+    returned. A folded scalar is part of a stage's code, instead of a broadcast in each
+    round.
     """
     kept = []
     for eqn in eqns:

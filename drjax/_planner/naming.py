@@ -14,25 +14,20 @@ from typing import Any
 import jax
 
 from drjax import primitives
+from drjax._compat.types import Atom, Eqn, PyTree, PyTreeDef, Var
 from drjax._planner.gathered_columns import columns_p
 from drjax._planner.inline import CONTROL
 from drjax._planner.rounds import reduction
 
 
-def argument_names(fn: Callable, args: tuple, kwargs: dict) -> list[str]:
-    """Return a name for each leaf of `(args, kwargs)`, such as `model['w']`.
+def argument_names(
+    fn: Callable[..., Any], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> list[str]:
+    """Return a name for each leaf of `(args, kwargs)`, such as `model['w']`, in order.
 
     It is the name of the parameter of `fn` and the path of the leaf in the argument.
     Positional arguments that the signature of `fn` does not name are `arg0`, `arg1`,
     ...; those of a `*xs` are `xs[0]`, `xs[1]`, ...
-
-    Args:
-      fn: The function whose parameters name the arguments.
-      args: The positional arguments of a call of `fn`, pytrees.
-      kwargs: The keyword arguments of that call, pytrees.
-
-    Returns:
-      A name for each leaf, in the order of `jax.tree.leaves((args, kwargs))`.
     """
     # Builtins and some callables have no signature; their arguments get numbers.
     positional = [f"arg{i}" for i in range(len(args))]
@@ -55,15 +50,8 @@ def argument_names(fn: Callable, args: tuple, kwargs: dict) -> list[str]:
     return names
 
 
-def result_names(tree) -> list[str]:
-    """Return a name for each leaf of a result, such as `result['w']`.
-
-    Args:
-      tree: The tree structure of the result, a `PyTreeDef`.
-
-    Returns:
-      A list of names, in the order of the leaves.
-    """
+def result_names(tree: PyTreeDef) -> list[str]:
+    """Return a name for each leaf of a result, such as `result['w']`, in order."""
     # The paths of a tree are known of its leaves only, so it is filled with some.
     leaves = tree.unflatten(range(tree.num_leaves))
     paths = jax.tree_util.tree_flatten_with_path(leaves)[0]
@@ -73,13 +61,10 @@ def result_names(tree) -> list[str]:
 class Names:
     """A unique name for each variable of a plan, and for other values that it needs.
 
-    Args:
-      invars: The variables that are the arguments of an inlined jaxpr.
-      argument_names: A name for each of them. If a name is not unique, later ones get a
-        suffix, such as `x_2`.
+    If a name of an argument is not unique, later ones get a suffix, such as `x_2`.
     """
 
-    def __init__(self, invars: list, argument_names: list[str]):
+    def __init__(self, invars: list[Var], argument_names: list[str]):
         self._names: dict[Any, str] = {}
         self._used: dict[str, int] = {}
         for var, name in zip(invars, argument_names, strict=True):
@@ -91,23 +76,18 @@ class Names:
         # A suffix may itself be taken, by an argument named x_2.
         return name if count == 1 else self._unique(f"{name}_{count}")
 
-    def of(self, var) -> str:
-        """Return the name of a variable.
-
-        Raises:
-          KeyError: The variable has no name: it is no argument, and neither `add` nor
-            `constant` nor `rename` has named it.
-        """
+    def of(self, var: Atom) -> str:
+        """Return the name of a variable, which must have been named."""
         return self._names[var]
 
-    def _set_unique_name(self, var, name: str) -> None:
+    def _set_unique_name(self, var: Var, name: str) -> None:
         """Name a variable by `name`, with a suffix if that is taken, such as `name_2`.
 
         It replaces any earlier name of the variable, which stays reserved.
         """
         self._names[var] = self._unique(name)
 
-    def add(self, eqn) -> None:
+    def add(self, eqn: Eqn) -> None:
         """Name the results of an equation, whose operands have been named.
 
         The name depends on the equation:
@@ -144,16 +124,11 @@ class Names:
                 name = eqn.primitive.name.removeprefix("drjax_")
             self._set_unique_name(var, name)
 
-    def constant(self, var, index: int) -> None:
-        """Name a constant of the program by its position among the constants.
-
-        Args:
-          var: The variable that is the constant.
-          index: Its position, from 0.
-        """
+    def constant(self, var: Var, index: int) -> None:
+        """Name a constant of the program by its index among the constants, from 0."""
         self._set_unique_name(var, f"constant.{index}")
 
-    def rename(self, var, name: str) -> None:
+    def rename(self, var: Var, name: str) -> None:
         """Replace the name of a variable by `name`, with a suffix if that is taken.
 
         For example, a result of the program is renamed to `result['w']`. The earlier
@@ -165,9 +140,6 @@ class Names:
         """Reserve and return a unique name for a value that is no variable.
 
         That is a loop, or a second value for a variable, such as a global one's slices.
-
-        Args:
-          name: The name, such as `scan`; it gets a suffix if it is taken.
         """
         return self._unique(name)
 

@@ -8,11 +8,13 @@ Sharp edges: numbers are added in another order, so that only programs that have
 otherwise are rewritten.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from jax import lax
 from jax.extend.core import Literal
 
+from drjax._compat.types import Atom, Eqn, Var
 from drjax._jaxprs.walk import definitions, live_equations
 from drjax._planner.inline import CONTROL, InlinedJaxpr
 
@@ -23,7 +25,7 @@ def without_ravels(program: InlinedJaxpr) -> InlinedJaxpr | None:
     """Rewrite products and reductions of raveled arrays; None if there are none."""
     defined = definitions(program.eqns)
 
-    def raveled(atom: Any) -> Any:
+    def raveled(atom: Atom) -> Any:
         eqn = None if isinstance(atom, Literal) else defined.get(atom)
         if eqn is None or eqn.primitive is not lax.reshape_p:
             return None
@@ -48,7 +50,7 @@ def without_ravels(program: InlinedJaxpr) -> InlinedJaxpr | None:
     return program.rewritten(live_equations(eqns, program.outvars), bodies)
 
 
-def _product(eqn, sources) -> Any:
+def _product(eqn: Eqn, sources: Sequence[Var]) -> Eqn | None:
     """Write a product of two raveled arrays of one shape over all of their axes."""
     if eqn.primitive is not lax.dot_general_p or eqn.outvars[0].aval.ndim:
         return None
@@ -59,7 +61,7 @@ def _product(eqn, sources) -> Any:
     return eqn.replace(invars=sources, params=params) if x == y else None
 
 
-def _reduction(eqn, sources) -> Any:
+def _reduction(eqn: Eqn, sources: Sequence[Var]) -> Eqn | None:
     """Write a reduction of a raveled array over all of its axes."""
     if eqn.primitive.name not in _REDUCTIONS or len(sources) != 1:
         return None

@@ -25,6 +25,7 @@ from jax import lax
 from jax.extend.core import Literal, Primitive
 
 from drjax import _compat
+from drjax._compat.types import Array, Atom, Eqn, Var
 
 # The first index in the array, and the number of indices; None: so many zeros.
 Segment = tuple[int | None, int]
@@ -33,7 +34,9 @@ Segment = tuple[int | None, int]
 class Rearrange(Primitive):
     """The primitive that puts parts of an array in another order along a dimension."""
 
-    def bind(self, *args, dimension: int, segments: tuple, **_) -> Any:
+    def bind(
+        self, *args: Array, dimension: int, segments: tuple[Segment, ...], **_: Any
+    ) -> Array:
         """Rearrange an array by slices and a concatenation of `lax`.
 
         The primitive is in jaxprs of the planner only. A stage that is traced from such
@@ -41,7 +44,7 @@ class Rearrange(Primitive):
         """
         (x,) = args
 
-        def part(first: int | None, size: int):
+        def part(first: int | None, size: int) -> Array:
             if first is not None:
                 return lax.slice_in_dim(x, first, first + size, axis=dimension)
             shape = (*x.shape[:dimension], size, *x.shape[dimension + 1 :])
@@ -75,12 +78,7 @@ class _Pieces:
         return sum(k for _, k in self.segments)
 
     def cut(self, start: int, stop: int) -> "_Pieces":
-        """Return the pieces of a slice of the variable that these pieces make up.
-
-        Args:
-          start: The first index of the slice, along `self.dimension`, from 0.
-          stop: The index after its last one.
-        """
+        """Return the pieces of a slice of the variable, from `start` up to `stop`."""
         cut, position = [], 0
         for first, k in self.segments:
             low, high = max(start - position, 0), min(stop - position, k)
@@ -95,7 +93,7 @@ class _Pieces:
         return self.order.index(self.dimension)
 
 
-def recognize_rotations(eqns: Sequence[Any]) -> list:
+def recognize_rotations(eqns: Sequence[Eqn]) -> list[Eqn]:
     """Replace equations that put all parts of an array in another order by `rearrange`.
 
     The other equations of a roll stay; they are dead unless something else uses them.
@@ -120,7 +118,7 @@ def recognize_rotations(eqns: Sequence[Any]) -> list:
     return kept
 
 
-def _written(eqn, pieces: _Pieces) -> list:
+def _written(eqn: Eqn, pieces: _Pieces) -> list[Eqn]:
     """Write the result of an equation, which has these pieces, as a `rearrange`."""
     params = {"dimension": pieces.dimension, "segments": pieces.segments}
     if pieces.order == (*sorted(pieces.order),):
@@ -145,7 +143,9 @@ def _written(eqn, pieces: _Pieces) -> list:
     ]
 
 
-def _add_to_sum(eqn, known: dict, sums: dict) -> list:
+def _add_to_sum(
+    eqn: Eqn, known: dict, sums: dict[Var, tuple[_Pieces, Atom]]
+) -> list[Eqn]:
     """Record a sum of pieces and another array; add up pieces that complete a rotation.
 
     A derivative adds the cotangents of all uses of a value in turn, and those of the
@@ -179,15 +179,7 @@ def _add_to_sum(eqn, known: dict, sums: dict) -> list:
 
 
 def sources_of(segments: Sequence[Segment]) -> tuple[int, ...]:
-    """Return, for each index of a rearranged dimension, the index that it comes from.
-
-    Args:
-      segments: For each part of the result, in order, its first index in the array and
-        its size.
-
-    Returns:
-      A tuple: result index i is index `sources[i]` of the array.
-    """
+    """Return, for each index of a rearranged dimension, where it comes from."""
     return tuple(
         i for first, k in segments for i in range(first or 0, (first or 0) + k)
     )
@@ -206,15 +198,7 @@ def _is_rotation(pieces: _Pieces) -> bool:
 
 
 def _merged(segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    """Merge adjacent segments that continue each other in the array, or are both zeros.
-
-    Args:
-      segments: Pairs of a first index in the array, None for zeros, and a size, in
-        order.
-
-    Returns:
-      The merged segments, in the same order.
-    """
+    """Merge adjacent segments that continue each other, or are both zeros."""
     joined: list[Segment] = []
     for first, k in segments:
         if joined:
@@ -233,19 +217,11 @@ def _merged(segments: Sequence[Segment]) -> tuple[Segment, ...]:
 # the variables defined so far.
 
 
-def _pieces_of(var, dimension: int, known: dict) -> _Pieces | None:
+def _pieces_of(var: Atom, dimension: int, known: dict) -> _Pieces | None:
     """Return the operand of a slice or split as pieces along a dimension.
 
-    Pieces are consecutive parts of another variable, along one dimension.
-
-    Args:
-      var: The variable or literal.
-      dimension: The dimension.
-      known: From each variable that consists of pieces of another one to its `_Pieces`.
-
-    Returns:
-      The known pieces of `var`. If it has none, the whole of it as one piece of itself.
-      None if its known pieces lie along another dimension, or if it is a literal.
+    If no pieces of it are known, it is one piece of itself. None if its known pieces
+    lie along another dimension, or if it is a literal.
     """
     if isinstance(var, Literal):
         return None
@@ -256,18 +232,11 @@ def _pieces_of(var, dimension: int, known: dict) -> _Pieces | None:
     return pieces if pieces.position == dimension else None
 
 
-def _pieces_of_all(atoms: Sequence[Any], known: dict) -> list[_Pieces]:
+def _pieces_of_all(atoms: Sequence[Atom], known: dict) -> list[_Pieces]:
     """Return the operands of a concatenation or a sum as pieces of one array.
 
-    Pieces are consecutive parts of another variable, and zeros, along one dimension.
-
-    Args:
-      atoms: The operands, variables or literals.
-      known: From each variable that consists of pieces of another one to its `_Pieces`.
-
-    Returns:
-      For each operand its pieces; [] unless all have pieces of the same array along the
-      same dimension.
+    The list has the pieces of each operand; [] unless all have pieces of the same array
+    along the same dimension.
     """
     parts = []
     for atom in atoms:
@@ -285,17 +254,8 @@ def _only_true(flags: Sequence[bool]) -> int | None:
     return chosen[0] if len(chosen) == 1 else None
 
 
-def _slice(eqn, known):
-    """Describe the result of a `slice` as a piece, a part of another variable.
-
-    Args:
-      eqn: The `slice`.
-      known: From each variable that consists of pieces of another one to its `_Pieces`.
-
-    Returns:
-      A list of its one `_Pieces`. None if it cuts no dimension or several, if a step is
-      not 1, if the operand has pieces along another dimension, or is a literal.
-    """
+def _slice(eqn: Eqn, known: dict[Var, _Pieces]) -> list[_Pieces] | None:
+    """Describe the result of a `slice` along one dimension as a piece."""
     x, p = eqn.invars[0], eqn.params
     bounds = [*zip(p["start_indices"], p["limit_indices"], strict=True)]
     whole = [(0, size) for size in x.aval.shape]
@@ -306,17 +266,8 @@ def _slice(eqn, known):
     return None if pieces is None else [pieces.cut(*bounds[dimension])]
 
 
-def _split(eqn, known):
-    """Describe each result of a `split` as a piece, a part of another variable.
-
-    Args:
-      eqn: The `split`.
-      known: From each variable that consists of pieces of another one to its `_Pieces`.
-
-    Returns:
-      A list with the `_Pieces` of each result; None if the operand has pieces along
-      another dimension.
-    """
+def _split(eqn: Eqn, known: dict[Var, _Pieces]) -> list[_Pieces] | None:
+    """Describe each result of a `split` as a piece."""
     pieces = _pieces_of(eqn.invars[0], eqn.params["axis"], known)
     if pieces is None:
         return None
@@ -327,16 +278,11 @@ def _split(eqn, known):
     return cuts
 
 
-def _concatenate(eqn, known):
+def _concatenate(eqn: Eqn, known: dict[Var, _Pieces]) -> list[_Pieces] | None:
     """Describe the result of a `concatenate` as pieces, the parts of another variable.
 
-    Args:
-      eqn: The `concatenate`.
-      known: From each variable that consists of pieces of another one to its `_Pieces`.
-
-    Returns:
-      A list of its one `_Pieces`; None unless all operands are pieces of one array
-      along the dimension in which they are joined.
+    None unless all operands are pieces of one array along the dimension in which they
+    are joined.
     """
     dimension = eqn.params["dimension"]
     parts = _pieces_of_all(eqn.invars, known)
@@ -346,16 +292,10 @@ def _concatenate(eqn, known):
     return [replace(parts[0], segments=_merged(segments))]
 
 
-def _pad(eqn, known):
+def _pad(eqn: Eqn, known: dict[Var, _Pieces]) -> list[_Pieces] | None:
     """Describe the result of a `pad` with zeros as pieces: the operand's, and zeros.
 
-    Args:
-      eqn: The `pad`.
-      known: From each variable that consists of pieces of another one to its `_Pieces`.
-
-    Returns:
-      A list of its one `_Pieces`, with zeros before and after. None unless the operand
-      has pieces, and zeros are added at the ends of their dimension alone.
+    None unless zeros are added at the ends of the dimension of the pieces alone.
     """
     x, value = eqn.invars
     config = eqn.params["padding_config"]
@@ -374,7 +314,7 @@ def _pad(eqn, known):
     return [replace(pieces, segments=_merged(segments))]
 
 
-def _transpose(eqn, known):
+def _transpose(eqn: Eqn, known: dict[Var, _Pieces]) -> list[_Pieces] | None:
     """Describe a transpose of pieces as pieces: batching a concatenation writes it."""
     pieces = (
         known.get(eqn.invars[0]) if not isinstance(eqn.invars[0], Literal) else None
@@ -385,26 +325,18 @@ def _transpose(eqn, known):
     return [replace(pieces, order=order)]
 
 
-def _add(eqn, known):
-    """Describe a sum as pieces, if at each position one of its operands is zeros.
-
-    Args:
-      eqn: The `add` or `add_any`.
-      known: From each variable that consists of pieces of another one to its `_Pieces`.
-
-    Returns:
-      A list of its one `_Pieces`, which has at each position the piece that is not
-      zeros, if there is one. None if neither operand is zeros at some position, if
-      their sizes differ, or unless both are pieces of the same array along the same
-      dimension.
-    """
+def _add(eqn: Eqn, known: dict[Var, _Pieces]) -> list[_Pieces] | None:
+    """Describe a sum as pieces, if at each position one of its operands is zeros."""
     parts = _pieces_of_all(eqn.invars, known)
     both = _sum(*parts) if parts else None
     return None if both is None else [both]
 
 
 def _sum(left: _Pieces, right: _Pieces) -> _Pieces | None:
-    """The sum of pieces of one array that are apart; None if they are not."""
+    """Return the sum of pieces of one array; None if they are not apart, or not alike.
+
+    At each position one of them must be zeros.
+    """
     parts = left, right
     alike = [(id(p.source), p.dimension, p.order, p.size) for p in parts]
     if alike[0] != alike[1]:

@@ -27,9 +27,10 @@ server's stage of a round precedes its local stage.
 
 from typing import Any
 
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Primitive
 
 from drjax import _compat, primitives
+from drjax._compat.types import Atom, Eqn
 from drjax._jaxprs.walk import variables
 from drjax._planner.fences import fence_p
 from drjax._planner.gathered_columns import columns_p
@@ -40,23 +41,19 @@ from drjax._primitives.routes import MOVES, partitions_of
 _MOVE_NAMES = {primitive: name for name, primitive in MOVES.items()}
 
 
-def move_name(primitive) -> str | None:
-    """Return the name, in plans, of a primitive that moves slices between groups.
+def move_name(primitive: Primitive) -> str | None:
+    """Return the name, in plans, of a primitive that moves slices, or None.
 
-    "permute", "take" or "put_add"; None for any other primitive.
+    The names are "permute", "take" and "put_add".
     """
     return _MOVE_NAMES.get(primitive)
 
 
-def reduction(primitive) -> str | None:
+def reduction(primitive: Primitive) -> str | None:
     """Return the name, in plans, of a primitive that combines all groups' slices.
 
-    Args:
-      primitive: Any primitive, of drjax or of JAX.
-
-    Returns:
-      "sum", "mean", "max", "min", or the name of another registered reduction of drjax;
-      "gather" for `gather_p`. None for any other primitive, also for a fold.
+    "sum", "mean", "max", "min", or the name of another registered reduction of drjax;
+    "gather" for `gather_p`. None for any other primitive, also for a fold.
     """
     if primitive is primitives.gather_p:
         return "gather"
@@ -67,26 +64,19 @@ def reduction(primitive) -> str | None:
 class RoundAssignment:
     """The round of each variable and equation of an inlined jaxpr, counted from 0.
 
-    A round is one exchange between the server and the groups. An equation is in the
-    first round in which all of its operands are available; what it communicates is
-    available from the next round on.
-
-    Args:
-      kinds: The kind of each variable, with the inlined jaxpr as `kinds.program`.
+    An equation is in the first round in which all of its operands are available; what
+    it communicates is available from the next round on.
 
     Attributes:
-      local: From the index of a round to the list of its equations on partitioned
-        values. Rounds without such equations are missing.
-      server: From the index of a round to the list of its equations on global values.
-      reduces: From the index of a round to the list of the reductions and gathers after
-        its local stage. This and the following ones lack rounds without any, too.
-      folds: From the index of a round to the list of its folds: reductions of the
-        groups' states by a function of two states.
-      moves: From the index of a round to the list of its moves of slices between
-        groups.
-      loops: From the index of a round to the list of the loops of rounds at its end.
-      columns: From the index of a round to the list of its `columns` equations: work on
-        coordinates whose operands are there when its reductions and moves are done.
+      local: From the index of a round to its equations on partitioned values. Rounds
+        without such equations are missing, here and below.
+      server: To its equations on global values.
+      reduces: To the reductions and gathers after its local stage.
+      folds: To its folds: reductions of the groups' states by a function of two states.
+      moves: To its moves of slices between groups.
+      loops: To the loops of rounds at its end.
+      columns: To its `columns` equations: work on coordinates whose operands are there
+        when its reductions and moves are done.
     """
 
     def __init__(self, kinds: Environment):
@@ -150,7 +140,7 @@ class RoundAssignment:
         for eqns in self.reduces.values():
             eqns.sort(key=lambda eqn: position.get(eqn.outvars[0], len(position)))
 
-    def round_of(self, atom) -> int:
+    def round_of(self, atom: Atom) -> int:
         """Return the index of the first round in which a variable is available, from 0.
 
         An argument, a constant or a literal is available in round 0; what is
@@ -159,14 +149,10 @@ class RoundAssignment:
         return 0 if isinstance(atom, Literal) else self._available.get(atom, 0)
 
 
-def is_reduction(eqn, kinds: Environment) -> bool:
+def is_reduction(eqn: Eqn, kinds: Environment) -> bool:
     """Whether an equation reduces or gathers the groups of the plan's partition.
 
     A fold, a reduction by a function of two states, does not count: see `is_fold`.
-
-    Args:
-      eqn: The equation, of any primitive.
-      kinds: The kinds of the program, of which only the partition is read.
     """
     if reduction(eqn.primitive) is None:
         return False
@@ -174,55 +160,35 @@ def is_reduction(eqn, kinds: Environment) -> bool:
     return eqn.params["partition"] == kinds.partition
 
 
-def is_fold(eqn, kinds: Environment) -> bool:
-    """Whether an equation is a fold over the groups of the plan's partition.
-
-    A fold reduces the groups' states to one state, by a function of two states.
-
-    Args:
-      eqn: The equation, of any primitive.
-      kinds: The kinds of the program, of which only the partition is read.
-    """
+def is_fold(eqn: Eqn, kinds: Environment) -> bool:
+    """Whether an equation is a fold over the groups of the plan's partition."""
     is_one = eqn.primitive is primitives.reduce_fold_p
     return is_one and eqn.params["partition"] == kinds.partition
 
 
-def states_of(eqn) -> list:
+def states_of(eqn: Eqn) -> list[Atom]:
     """Return the last `n_states` operands of a fold: the leaves of the groups' states.
 
     The operands of a fold are, in this order, what its function of two states closes
     over, the leaves of the neutral state, and the leaves of the groups' states, which
     are partitioned.
-
-    Args:
-      eqn: The fold, a `reduce_fold`.
     """
     return eqn.invars[len(eqn.invars) - eqn.params["n_states"] :]
 
 
-def closed_over_by(eqn) -> list:
+def closed_over_by(eqn: Eqn) -> list[Atom]:
     """Return the first operands of a fold: what its function of two states closes over.
 
     The leaves of the neutral state and those of the groups' states follow them.
-
-    Args:
-      eqn: The fold, a `reduce_fold`.
-
-    Returns:
-      A list of variables or literals; [] if the function closes over nothing.
     """
     return eqn.invars[: len(eqn.invars) - 2 * eqn.params["n_states"]]
 
 
-def is_move(eqn, kinds: Environment) -> bool:
+def is_move(eqn: Eqn, kinds: Environment) -> bool:
     """Whether an equation moves slices to or from groups of the plan's partition.
 
     It may move them between these groups, or between them and those of a larger
     partition, a population of which they are a cohort.
-
-    Args:
-      eqn: The equation, of any primitive.
-      kinds: The kinds of the program, of which only the partition is read.
     """
     is_one = eqn.primitive in _MOVE_NAMES
     return is_one and kinds.partition in partitions_of(eqn)
