@@ -17,8 +17,9 @@ others need are results of the server's first stage.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
+from drjax._compat.types import Eqn, Var
 from drjax._jaxprs.walk import split_scan, split_while, variables
 from drjax._planner.gathered_columns import columns_loop
 from drjax._planner.naming import function_name
@@ -69,16 +70,10 @@ def build_plan(
 ) -> Plan:
     """Build the plan of an inlined jaxpr: split the jaxpr at its communication.
 
-    Args:
-      kinds: The kind of each variable, with the inlined jaxpr as `kinds.program`.
-      signature: The name of the plan, its arguments and results.
-      rematerialize: Whether a round rematerializes the results of earlier rounds that
-        it needs, instead of each group saving them. Never rematerialized are equations
-        with effects, and bitwise-observable variables: those whose exact bits the
-        program may compare.
-
-    Returns:
-      The plan, and in its loops the plans of their bodies.
+    `rematerialize` says whether a round rematerializes the results of earlier rounds
+    that it needs, instead of each group saving them. Never rematerialized are equations
+    with effects, and bitwise-observable variables: those whose exact bits the program
+    may compare.
     """
     program, result_kinds = kinds.program, signature.result_kinds
     rounds = RoundAssignment(kinds)
@@ -130,41 +125,23 @@ def build_plan(
     )
 
 
-def _value_of_kind(values: StageValues, var, kind: Kind) -> Value:
-    """Return the `Value` of a variable that is required to have a kind.
+def _value_of_kind(values: StageValues, var: Var, kind: Kind) -> Value:
+    """Return the `Value` of an operand of a loop, or a result of the plan, of a kind.
 
-    A value that does not exist yet is created and recorded in `values`.
-
-    Args:
-      values: The `Value` of each variable of the inlined jaxpr.
-      var: The variable, an operand of a loop or a result of the plan.
-      kind: Its required kind, global or partitioned.
-
-    Returns:
-      The `Value` of `var` itself. If it is required partitioned, but is global or the
-      result of a broadcast, scatter or `partition_index`, a second `Value`: that of its
-      slices, which a local stage returns.
+    It is that of `var` itself. If `var` is required partitioned, but is global or the
+    result of a broadcast, scatter or `partition_index`, it is a second `Value`: that of
+    its slices, which a local stage returns.
     """
     return values.value(var) if kind.axis is None else values.outgoing(var, kind.axis)
 
 
 def _globals_of_groups(
     kinds: Environment, rounds: RoundAssignment, parts: Sequence[LocalStageParts]
-) -> set[Any]:
+) -> set[Var]:
     """Collect the global variables that are taken outside of the server's stages.
 
-    Local stages, folds, moves, loops and work on coordinates take them.
-
-    A fold reduces the groups' states by a function of two states, and takes a neutral
-    state. A move sends slices between groups, and takes an index, or a population.
-
-    Args:
-      kinds: The kinds of the variables; `kinds.loops` has those of loops' operands.
-      rounds: The assignment of equations to rounds, with their folds, moves and loops.
-      parts: For each round what its local stage takes, computes and returns.
-
-    Returns:
-      A new set of variables, which the server must compute.
+    Local stages, folds (the neutral state), moves (the index, or a population), loops
+    and work on coordinates take them.
     """
     taken = {x.var for p in parts for x in (*p.broadcast, *p.scatter)}
     for eqns in rounds.folds.values():
@@ -188,25 +165,14 @@ def _globals_of_groups(
 
 
 def _server_stages(
-    rounds: RoundAssignment, values: StageValues, live: set[Any], num_rounds: int
+    rounds: RoundAssignment, values: StageValues, live: set[Var], num_rounds: int
 ) -> list[Stage]:
     """Trace the server's stage of each round, and the one after the last round.
 
-    The server computes in each round what that round or a later one needs. An equation
-    is live if it has effects, or if one of its results is in `live`.
-
-    Args:
-      rounds: The assignment of equations to rounds; `rounds.server` lists for each
-        round its equations on global values.
-      values: The `Value` (name, shape and dtype) of each variable.
-      live: The global variables that local stages, folds, moves, loops and results of
-        the program take. The operands of live equations are added to this set.
-      num_rounds: The number of rounds.
-
-    Returns:
-      `num_rounds + 1` stages, in order. Each evaluates the live equations of its round
-      and returns their results that are in `live`; the first also returns the constants
-      in `live`. A stage without live equations is empty.
+    `live` has the global variables that local stages, folds, moves, loops and results
+    of the program take; the operands of live equations are added to it. Each of the
+    `num_rounds + 1` stages evaluates the live equations of its round and returns their
+    results that are in `live`; the first also returns the constants in `live`.
     """
     consts: dict[Any, Any] = values.program.consts
     stages = []
@@ -232,19 +198,7 @@ def _server_stages(
 def _reduces(
     rounds: RoundAssignment, values: StageValues, parts: LocalStageParts, index: int
 ) -> tuple[Reduce, ...]:
-    """List the reductions after the local stage of a round, as the plan records them.
-
-    Args:
-      rounds: The assignment of equations to rounds; `rounds.reduces` lists for each
-        round its reductions and gathers.
-      values: The `Value` (name, shape and dtype) of each variable.
-      parts: What the local stage of the round takes, computes and returns.
-      index: The index of the round, from 0.
-
-    Returns:
-      A `Reduce` for each reduction or gather: its name, the partitioned `Value` that
-      the local stage returns, and the global `Value` of the result.
-    """
+    """List the reductions and gathers after the local stage of a round."""
     reduces = []
     for eqn in rounds.reduces.get(index, ()):
         operand, result = eqn.invars[0], values.value(eqn.outvars[0])
@@ -256,19 +210,14 @@ def _reduces(
     return tuple(reduces)
 
 
-def _source(operand, values: StageValues, parts: LocalStageParts, index: int) -> Value:
+def _source(
+    operand: Var, values: StageValues, parts: LocalStageParts, index: int
+) -> Value:
     """Return the `Value` of a local stage's output that is reduced or folded.
 
-    Args:
-      operand: The variable whose slices are reduced.
-      values: The `Value` (name, shape and dtype) of each variable.
-      parts: What the local stage of the round takes, computes and returns.
-      index: The index of the round, from 0.
-
-    Returns:
-      The partitioned `Value` of the operand's slices. If the operand is in
-      `parts.forwarded`, the slices are from an earlier round or an argument: the stage
-      returns them unchanged, as a second `Value`, which this round alone has.
+    If the operand is in `parts.forwarded`, its slices are from an earlier round or an
+    argument: the stage returns them unchanged, as a second `Value`, which this round
+    alone has.
     """
     # Backends reduce outputs of the round's own stage, partly while it runs; hence
     # slices of earlier rounds pass through it.
@@ -277,22 +226,8 @@ def _source(operand, values: StageValues, parts: LocalStageParts, index: int) ->
     return values.outgoing(operand, 0)
 
 
-def _fold(eqn, values: StageValues, parts: LocalStageParts, index: int) -> Fold:
-    """Build the plan's `Fold` of an equation that folds the groups' states.
-
-    A fold reduces the states of all groups to one, by an associative function of two
-    states, which is traced as a stage of its own.
-
-    Args:
-      eqn: The equation, a `reduce_fold`.
-      values: The `Value` (name, shape and dtype) of each variable.
-      parts: What the local stage of the round takes, computes and returns.
-      index: The index of the round, from 0.
-
-    Returns:
-      The function as a stage, and the values of the neutral state, of the groups'
-      states and of the results.
-    """
+def _fold(eqn: Eqn, values: StageValues, parts: LocalStageParts, index: int) -> Fold:
+    """Build the plan's `Fold` of an equation that folds the groups' states."""
     states, closed_over = states_of(eqn), closed_over_by(eqn)
     init = eqn.invars[len(closed_over) : len(closed_over) + len(states)]
     return Fold(
@@ -304,18 +239,11 @@ def _fold(eqn, values: StageValues, parts: LocalStageParts, index: int) -> Fold:
     )
 
 
-def _move(eqn, kinds: Environment, values: StageValues) -> Move:
+def _move(eqn: Eqn, kinds: Environment, values: StageValues) -> Move:
     """Build the plan's `Move` of an equation that moves slices between groups.
 
-    Args:
-      eqn: The equation, a `permute`, `take` or `put_add`.
-      kinds: The kinds of the program, of which only the partition is read.
-      values: The `Value` (name, shape and dtype) of each variable.
-
-    Returns:
-      The name of the move, the values of its operand and of its result, and the
-      permutation or the value of the index. The operand is an output of the local
-      stage; or, if it is over another partition (a population), a global value.
+    Its source is an output of the local stage; or, if it is over another partition (a
+    population), a global value.
     """
     x, *index = eqn.invars
     of_groups = partitions_of(eqn)[0] == kinds.partition
@@ -332,34 +260,20 @@ def _move(eqn, kinds: Environment, values: StageValues) -> Move:
 # Loops
 
 
-def _columns(eqn, values: StageValues) -> Loop:
-    """Build the `Loop` of a `columns` equation: work on each coordinate of slices.
-
-    Args:
-      eqn: The equation, on global values.
-      values: The `Value` of each variable. A name for the loop is reserved.
-    """
+def _columns(eqn: Eqn, values: StageValues) -> Loop:
+    """Build the `Loop` of a `columns` equation: work on each coordinate of slices."""
     inputs, outputs = (list(map(values.value, vs)) for vs in (eqn.invars, eqn.outvars))
     name, function = values.names.fresh("columns"), function_name(eqn.params["name"])
     return columns_loop(eqn, name, function, inputs, outputs)
 
 
-def _loop(eqn, kinds: Environment, values: StageValues, rematerialize: bool) -> Loop:
+def _loop(
+    eqn: Eqn, kinds: Environment, values: StageValues, rematerialize: bool
+) -> Loop:
     """Build the `Loop` of a `scan`, `while`, `cond` or `program`.
 
-    Args:
-      eqn: The equation, a loop of rounds. A `program` runs one body, over another
-        partition.
-      kinds: The kinds of the jaxpr that contains it; `kinds.loops[eqn]` has those of
-        its operands, results and bodies.
-      values: The `Value` of each variable of that jaxpr, and their names. A name for
-        the loop is reserved.
-      rematerialize: Whether rounds of the bodies rematerialize the results of earlier
-        rounds instead of saving them.
-
-    Returns:
-      The loop, with a value for each operand and result of `eqn`, and a plan for each
-      body.
+    It has a plan for each body. `kinds` and `values` are those of the jaxpr that
+    contains it.
     """
     op, loop = eqn.primitive.name, kinds.loops[eqn]
     operands = zip(eqn.invars, loop.operand_kinds, strict=True)
@@ -385,23 +299,16 @@ def _loop(eqn, kinds: Environment, values: StageValues, rematerialize: bool) -> 
 # The bodies of a loop, by its primitive: from its equation, the names of its operands
 # and the kinds of its results to `(names of arguments of each body, kinds of results of
 # each body, further fields of the Loop)`.
+LoopBodies: TypeAlias = tuple[
+    Sequence[Sequence[str]], Sequence[Sequence[Kind]], dict[str, Any]
+]
 
 
-def _scan(eqn, names: Sequence[str], result_kinds: Sequence[Kind]):
-    """List the arguments and results of the body of a scan, which runs one step.
+def _scan(eqn: Eqn, names: Sequence[str], result_kinds: Sequence[Kind]) -> LoopBodies:
+    """Describe the body of a scan, one step.
 
-    Args:
-      eqn: The scan.
-      names: The names of its operands: constants, carried values, stacks.
-      result_kinds: The kinds of its results: carried values, stacked results.
-
-    Returns:
-      `(arguments, results, fields)`. `arguments` and `results` are lists with one entry
-      for each body, here one. The entry of `arguments` has the names of the body's
-      arguments: for one step of a stack named `x`, it is `x[step]`. The entry of
-      `results` has the kinds of the body's results: for a result stacked with group
-      axis k, it is partitioned along k - 1. `fields` is a dict with the fields
-      `consts`, `carry`, `length` and `reverse` of the `Loop`.
+    One step of a stack named `x` is `x[step]`; of a result that is stacked with group
+    axis k, it is partitioned along k - 1.
     """
     consts, carry, xs = split_scan(eqn, names)
     n_carry = len(carry)
@@ -418,21 +325,8 @@ def _scan(eqn, names: Sequence[str], result_kinds: Sequence[Kind]):
     return [arguments], [[*result_kinds[:n_carry], *steps]], fields
 
 
-def _while(eqn, names: Sequence[str], result_kinds: Sequence[Kind]):
-    """List the arguments and results of a while's bodies: its condition, and a step.
-
-    Args:
-      eqn: The while.
-      names: The names of its operands: constants of the condition, constants of the
-        step, carried values.
-      result_kinds: The kinds of its results, the carried values.
-
-    Returns:
-      `(arguments, results, fields)`. `arguments` has for each of the two bodies the
-      names of its arguments; `results` has for each the kinds of its results, where
-      that of the condition is a global bool. `fields` is a dict with the fields
-      `consts` and `carry` of the `Loop`.
-    """
+def _while(eqn: Eqn, names: Sequence[str], result_kinds: Sequence[Kind]) -> LoopBodies:
+    """Describe the bodies of a while: its condition, and a step."""
     cond_consts, body_consts, carry = split_while(eqn, names)
     fields = {"consts": (len(cond_consts), len(body_consts)), "carry": len(carry)}
     # Body 0 is the condition.
@@ -440,38 +334,21 @@ def _while(eqn, names: Sequence[str], result_kinds: Sequence[Kind]):
     return arguments, [[GLOBAL], result_kinds], fields
 
 
-def _cond(eqn, names: Sequence[str], result_kinds: Sequence[Kind]):
+def _cond(eqn: Eqn, names: Sequence[str], result_kinds: Sequence[Kind]) -> LoopBodies:
     # The first operand is the index, which no branch takes.
-    """List the arguments and results of the branches of a cond.
-
-    Args:
-      eqn: The cond.
-      names: The names of its operands: the index of the branch, then the operands that
-        every branch takes.
-      result_kinds: The kinds of its results.
-
-    Returns:
-      `(arguments, results, fields)`. `arguments` has for each branch the names of its
-      arguments, all but the index; `results` has for each the kinds of its results.
-      `fields` is {}: the `Loop` has no further fields.
-    """
+    """Describe the branches of a cond, which take all operands but the index."""
     count = len(eqn.params["branches"])
     return [names[1:]] * count, [result_kinds] * count, {}
 
 
-def _program(eqn, names: Sequence[str], result_kinds: Sequence[Kind]):
+def _program(
+    eqn: Eqn, names: Sequence[str], result_kinds: Sequence[Kind]
+) -> LoopBodies:
     # The kinds of its results are those of another partition, in the body.
-    """List the arguments and results of the body of a program over another partition.
+    """Describe the body of a program over another partition, which takes all operands.
 
-    Args:
-      eqn: The `program` equation.
-      names: The names of its operands.
-      result_kinds: The kinds of its results, all global.
-
-    Returns:
-      `(arguments, results, fields)`, which is `([names], [result_kinds], {})`: the body
-      takes all operands, and the `Loop` has no further fields. The caller replaces the
-      kinds of the results by those that the body has over the other partition.
+    The caller replaces the kinds of the results by those that the body has over the
+    other partition.
     """
     return [names], [result_kinds], {}
 

@@ -13,9 +13,13 @@ Invariants: only the partition of the plan is bound; an inner program's index st
 it is. Sharp edges: other equations with jaxprs in their parameters are refused.
 """
 
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
 import jax
 
 from drjax import _compat
+from drjax._compat.types import Array, ClosedJaxpr, Eqn, OpenJaxpr
 from drjax._errors import PlanError
 from drjax._jaxprs import eval_jaxpr
 from drjax._jaxprs.provenance import source_line
@@ -27,31 +31,26 @@ from drjax._sharding.layout import make_layout
 from drjax.primitives import map_fn_p, partition_index_p
 
 
-def evaluate_for_group(jaxpr, group, partition: Partition | None, *args) -> list:
+def evaluate_for_group(
+    jaxpr: ClosedJaxpr | OpenJaxpr,
+    group: Array,
+    partition: Partition | None,
+    *args: Array,
+) -> list[Array]:
     """Evaluate a per-group jaxpr for one group, whose index replaces `partition_index`.
 
-    Args:
-      jaxpr: The jaxpr of one group, open or closed, such as that of a `map_fn`.
-      group: The group index, an int32 scalar.
-      partition: The partition whose index `group` is; None if the plan has none.
-      *args: An array or tracer for each argument of the jaxpr: the slices of this
-        group.
-
-    Returns:
-      The list of results of the jaxpr.
-
-    Raises:
-      PlanError: An equation other than a loop, a branch or a call contains a jaxpr that
-        uses the group index.
+    `args` are the slices of this group, and `partition` is the one whose index `group`
+    is; None if the plan has none. A jaxpr that uses the index in an equation other than
+    a loop, a branch or a call raises a `PlanError`.
     """
     # Without the index the jaxpr is called as it is, with its calls and their caches.
     if not _uses_group_index(jaxpr, partition):
         return _compat.jaxpr_as_fun(_compat.closed(jaxpr))(*args)
 
-    def run(inner):
+    def run(inner: ClosedJaxpr | OpenJaxpr) -> Callable[..., list[Array]]:
         return lambda *xs: evaluate_for_group(inner, group, partition, *xs)
 
-    def step(eqn, operands):
+    def step(eqn: Eqn, operands: list[Array]) -> Sequence[Array] | None:
         if _is_group_index(eqn, partition):
             return [group]
         if _is_inner_scope(eqn, partition) or not any(
@@ -73,15 +72,11 @@ def evaluate_for_group(jaxpr, group, partition: Partition | None, *args) -> list
     return eval_jaxpr.evaluate(jaxpr, args, step)
 
 
-def _is_group_index(eqn, partition: Partition | None) -> bool:
+def _is_group_index(eqn: Eqn, partition: Partition | None) -> bool:
     """Whether an equation of a per-group jaxpr is the `partition_index` of `partition`.
 
     False for the `partition_index` of a program over another partition, which a mapped
-    function calls.
-
-    Args:
-      eqn: The equation, of any primitive.
-      partition: The partition of the plan; None: it has none, and the answer is False.
+    function calls; and if the plan has no partition.
     """
     return (
         eqn.primitive is partition_index_p
@@ -91,15 +86,13 @@ def _is_group_index(eqn, partition: Partition | None) -> bool:
     )
 
 
-def _uses_group_index(jaxpr, partition: Partition | None) -> bool:
+def _uses_group_index(
+    jaxpr: ClosedJaxpr | OpenJaxpr, partition: Partition | None
+) -> bool:
     """Whether a per-group jaxpr has the `partition_index` of `partition` at any depth.
 
     Mapped functions inside it over an equal partition are not searched: in them, it is
     the index of other groups.
-
-    Args:
-      jaxpr: The jaxpr of one group, open or closed.
-      partition: The partition of the plan; None: it has none, and the answer is False.
     """
     outside = lambda eqn: not _is_inner_scope(eqn, partition)
     return any(
@@ -107,17 +100,13 @@ def _uses_group_index(jaxpr, partition: Partition | None) -> bool:
     )
 
 
-def _is_inner_scope(eqn, partition: Partition | None) -> bool:
+def _is_inner_scope(eqn: Eqn, partition: Partition | None) -> bool:
     """Whether `partition_index` means another group index inside of an equation.
 
     That is so in a `map_fn` over a partition that equals the plan's. In a jaxpr of one
     group, such a `map_fn` is that of an inner program, one that the mapped function
     calls. Its partition equals the outer one, so only its position tells the two group
     indices apart.
-
-    Args:
-      eqn: An equation of a per-group jaxpr, of any primitive.
-      partition: The partition of the plan; None: it has none, and the answer is False.
     """
     return eqn.primitive is map_fn_p and eqn.params["partition"] == partition
 
@@ -125,27 +114,19 @@ def _is_inner_scope(eqn, partition: Partition | None) -> bool:
 # Rules that evaluate an equation again whose bodies use the group index:
 # `rule(eqn, operands, run)` returns its results. `run(jaxpr)` is a function that
 # evaluates a jaxpr with the index bound.
+Run: TypeAlias = Callable[[ClosedJaxpr], Callable[..., list[Array]]]
 
 
-def _scan(eqn, operands, run):
-    """Rebuild a scan whose step uses the group index, now a value from outside.
-
-    Args:
-      eqn: The scan, whose jaxpr uses the group index.
-      operands: An array or tracer for each operand: constants, initial carried values,
-        stacks.
-      run: `run(jaxpr)` returns a function `(*args) -> list of results` that evaluates
-        `jaxpr` with the group index in place of `partition_index`.
-
-    Returns:
-      The list of results of the scan: carried values, then stacked results.
-    """
+def _scan(eqn: Eqn, operands: Sequence[Array], run: Run) -> list[Array]:
+    """Rebuild a scan whose step uses the group index, now a value from outside."""
     consts, carry, xs = split_scan(eqn, operands)
     n_carry = len(carry)
     # Through the public function, as parameters of the primitive differ by version.
     body = run(eqn.params["jaxpr"])
 
-    def step(carry, xs):
+    def step(
+        carry: Sequence[Array], xs: Sequence[Array]
+    ) -> tuple[list[Array], list[Array]]:
         outs = body(*consts, *carry, *xs)
         return outs[:n_carry], outs[n_carry:]
 
@@ -154,19 +135,8 @@ def _scan(eqn, operands, run):
     return [*carry, *ys]
 
 
-def _while(eqn, operands, run):
-    """Rebuild a while that uses the group index, now a value from outside.
-
-    Args:
-      eqn: The while, of which a jaxpr uses the group index.
-      operands: An array or tracer for each operand: constants of the condition,
-        constants of the step, initial carried values.
-      run: `run(jaxpr)` returns a function `(*args) -> list of results` that evaluates
-        `jaxpr` with the group index in place of `partition_index`.
-
-    Returns:
-      The list of the final carried values.
-    """
+def _while(eqn: Eqn, operands: Sequence[Array], run: Run) -> Sequence[Array]:
+    """Rebuild a while that uses the group index, now a value from outside."""
     params = eqn.params
     cond_consts, body_consts, init = split_while(eqn, operands)
     cond, body = run(params["cond_jaxpr"]), run(params["body_jaxpr"])
@@ -182,39 +152,19 @@ def _while(eqn, operands, run):
     )
 
 
-def _cond(eqn, operands, run):
-    """Rebuild a cond whose branches use the group index, now a value from outside.
-
-    Args:
-      eqn: The cond, of which a branch uses the group index.
-      operands: An array or tracer for each operand: the index of the branch, then the
-        operands of all branches.
-      run: `run(jaxpr)` returns a function `(*args) -> list of results` that evaluates
-        `jaxpr` with the group index in place of `partition_index`.
-
-    Returns:
-      The list of results of the branch that the index selects.
-    """
+def _cond(eqn: Eqn, operands: Sequence[Array], run: Run) -> Sequence[Array]:
+    """Rebuild a cond whose branches use the group index, now a value from outside."""
     index, *operands = operands
     # switch, not cond: the primitive has an integer index, also for two branches.
     return jax.lax.switch(index, [run(b) for b in eqn.params["branches"]], *operands)
 
 
-def _map(eqn, operands, run):
+def _map(eqn: Eqn, operands: Sequence[Array], run: Run) -> list[Array]:
     """Rebuild the `map_fn` of an inner program, which uses the outer group index.
 
-    A mapped function calls the inner program, whose groups are inside one outer group.
-    The function of an inner group closes over the outer group index, which is broadcast
-    to all inner groups.
-
-    Args:
-      eqn: The `map_fn` of the inner program, over another partition than the outer one.
-      operands: An array or tracer for each operand, with the inner groups along axis 0.
-      run: `run(jaxpr)` returns a function `(*args) -> list of results` that evaluates
-        `jaxpr` with the group index in place of `partition_index`.
-
-    Returns:
-      The list of results of the `map_fn`.
+    A mapped function calls the inner program, whose groups are inside one outer group,
+    and lie along axis 0 of the operands. The function of an inner group closes over the
+    outer group index, which is broadcast to all inner groups.
     """
     params = dict(eqn.params)
     layout = make_layout(params["partition"], params["mesh"])

@@ -10,7 +10,7 @@ again after each one.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from drjax import _compat
+from drjax._compat.types import ClosedJaxpr, Eqn, PyTree, PyTreeDef
 from drjax._context import planned
 from drjax._error_texts import misplaced
 from drjax._errors import DrjaxError, DrjaxTypeError, PlanError
@@ -90,7 +91,7 @@ def make_plan(
     """
 
     @functools.wraps(fn)
-    def planner(*args, **kwargs) -> Plan:
+    def planner(*args: PyTree, **kwargs: PyTree) -> Plan:
         plan = plan_once(*args, **kwargs)
         if not open_groups:
             return plan
@@ -98,7 +99,7 @@ def make_plan(
         jaxpr_of = lambda args, kwargs: trace(fn, partitioned, args, kwargs).closed
         return opened(plan, plan_once, jaxpr_of, args, kwargs)
 
-    def plan_once(*args, **kwargs) -> Plan:
+    def plan_once(*args: PyTree, **kwargs: PyTree) -> Plan:
         traced = trace(fn, partitioned, args, kwargs)
         # Backends compare the structure of later arguments with this one.
         in_tree = jax.tree_util.tree_structure((args, kwargs))
@@ -118,14 +119,11 @@ def make_plan(
 
 @dataclass(frozen=True)
 class Traced:
-    """A function as a jaxpr, with the names and declared kinds of its arguments.
+    """A function as a closed jaxpr, with the names and declared kinds of its arguments.
 
-    Attributes:
-      closed: The closed jaxpr.
-      out_tree: The tree structure of its results, a `PyTreeDef`.
-      names: A name for each argument of the jaxpr, such as `model['w']`.
-      declared: For each argument of the jaxpr the kind that `partitioned=` declares,
-        global or partitioned along axis 0; None: its kind is inferred.
+    `declared` has for each argument of the jaxpr the kind that `partitioned=` declares,
+    global or partitioned along axis 0; None: its kind is inferred. `out_tree` is a
+    `PyTreeDef`.
     """
 
     closed: Any
@@ -134,25 +132,18 @@ class Traced:
     declared: list[Kind | None]
 
 
-def trace(fn: Callable, partitioned: Any, args: tuple, kwargs: dict) -> Traced:
+def trace(
+    fn: Callable[..., PyTree],
+    partitioned: PyTree,
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+) -> Traced:
     """Trace a function without any mesh, as a plan is free of devices.
 
-    Args:
-      fn: The function.
-      partitioned: Which arguments have one slice for each group: a tree of bools that
-        is a prefix of `args`; None: their kinds are inferred.
-      args: Its positional arguments, pytrees of arrays or `jax.ShapeDtypeStruct`s.
-      kwargs: Its keyword arguments, likewise.
-
-    Returns:
-      The jaxpr, the tree structure of its results, and for each of its arguments a name
-      and the kind, global or partitioned, that `partitioned` declares; None: it is
-      inferred.
-
-    Raises:
-      PlanError: The function needs the mesh in context, or `partitioned` does not fit
-        the arguments.
-      DrjaxTypeError: An argument is a `Groups`, or a table of another library.
+    Leaves of the arguments may be `jax.ShapeDtypeStruct`s. Raises `PlanError` if the
+    function needs the mesh in context, or `partitioned`, as for `make_plan`, does not
+    fit the arguments; `DrjaxTypeError` if one is a `Groups`, or a table of another
+    library.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if text := misplaced(jax.tree.leaves((args, kwargs))):
@@ -178,27 +169,19 @@ def trace(fn: Callable, partitioned: Any, args: tuple, kwargs: dict) -> Traced:
     )
 
 
-def inline_and_infer(closed, names, declared) -> Environment:
+def inline_and_infer(
+    closed: ClosedJaxpr, names: Sequence[str], declared: Sequence[Kind | None]
+) -> Environment:
     """Inline a jaxpr, infer and check its kinds, and make its communication explicit.
 
-    The kind of a variable is global, or partitioned along an axis. If the jaxpr has
-    building blocks over several partitions, the plan is over the partition of the first
-    one. The building blocks over other partitions move into the bodies of `program`
-    equations, each of which gets a plan over its own partition.
+    `Environment.program` is the inlined jaxpr. If it has building blocks over several
+    partitions, the plan is over the partition of the first one. The building blocks
+    over other partitions move into the bodies of `program` equations, each of which
+    gets a plan over its own partition.
 
-    Args:
-      closed: The closed jaxpr of a program.
-      names: A name for each argument, for errors.
-      declared: For each argument the kind that it is declared to have; None: inferred.
-
-    Returns:
-      The kind of each variable, and as `Environment.program` the inlined jaxpr, in
-      which building blocks replace the equations that imply communication.
-
-    Raises:
-      PlanError: An argument is declared partitioned, but the program has no partition
-        or the argument no leading axis of its size; or the program mixes the slices of
-        different groups, or has an equation that cannot be planned.
+    Raises `PlanError` if an argument is declared partitioned, but the program has no
+    partition or the argument no leading axis of its size; or the program mixes the
+    slices of different groups, or has an equation that cannot be planned.
     """
     with outside_meshes():
         # Inlining traces equations, and a mesh in context would be part of their types.
@@ -233,27 +216,13 @@ def inline_and_infer(closed, names, declared) -> Environment:
 
 
 def _infer_and_make_explicit(
-    program: InlinedJaxpr, partition: Partition | None, declared
+    program: InlinedJaxpr, partition: Partition | None, declared: Sequence[Kind | None]
 ) -> Environment:
     """Infer and check the kinds until every communication is a building block.
 
-    The kind of a variable is global, or partitioned along an axis. Where kinds imply
-    communication, as in a `lax.reduce_sum` over the group axis, building blocks replace
-    the equation. Partitioning is inferred again after each such pass, as the new
-    equations have kinds too and may imply more communication.
-
-    Args:
-      program: The inlined jaxpr. It is not modified.
-      partition: The partition of its building blocks, None if it has none.
-      declared: For each argument the kind that it is declared to have; None: inferred.
-
-    Returns:
-      The kind of each variable, and as `Environment.program` the inlined jaxpr, in
-      which building blocks replace the equations that imply communication.
-
-    Raises:
-      PlanError: An equation mixes the slices of different groups, or takes a
-        partitioned value that must be global.
+    Where kinds imply communication, as in a `lax.reduce_sum` over the group axis,
+    building blocks replace the equation. Partitioning is inferred again after each such
+    pass, as the new equations have kinds too and may imply more communication.
     """
     kinds = check_partitioning(infer_partitioning(program, partition, declared))
     while (explicit := _make_explicit(kinds)) is not None:
@@ -264,13 +233,7 @@ def _infer_and_make_explicit(
 def _make_explicit(kinds: Environment) -> InlinedJaxpr | None:
     """Replace equations that imply communication by building blocks, without a mesh.
 
-    A mesh in context is hidden meanwhile: the building blocks would be bound to it.
-
-    Args:
-      kinds: The kind of each variable, with the inlined jaxpr as `kinds.program`.
-
-    Returns:
-      The rewritten inlined jaxpr; None if there is no equation to replace.
+    None if there is no equation to replace.
     """
     # The rewrite traces building blocks, which would bind a mesh in context.
     with outside_meshes():
@@ -278,39 +241,25 @@ def _make_explicit(kinds: Environment) -> InlinedJaxpr | None:
 
 
 def plan_of_jaxpr(
-    closed,
-    name,
-    names,
-    declared,
-    in_tree=None,
-    out_tree=None,
-    rematerialize=True,
-    results=(),
-    secure=False,
+    closed: ClosedJaxpr,
+    name: str,
+    names: Sequence[str],
+    declared: Sequence[Kind | None],
+    in_tree: PyTreeDef | None = None,
+    out_tree: PyTreeDef | None = None,
+    rematerialize: bool = True,
+    results: Sequence[str] = (),
+    secure: bool = False,
 ) -> Plan:
-    """Make the plan of a closed jaxpr: run all passes of the planner.
+    """Make the plan of a closed jaxpr, traced without a mesh: run all passes.
 
-    Args:
-      closed: The closed jaxpr, traced without a mesh.
-      name: The name of the plan.
-      names: A name for each argument.
-      declared: For each argument the kind, global or partitioned along an axis, that it
-        is declared to have; None: inferred.
-      in_tree: The `PyTreeDef` of the arguments; None: they are flat.
-      out_tree: The `PyTreeDef` of the results; None: they are flat.
-      rematerialize: Whether groups rematerialize what a later round or a backward loop
-        needs of their work, instead of saving it.
-      results: A name for each result, if there is no `out_tree`; (): they are named by
-        their equations.
-      secure: Whether sums of cotangents of a secure sum are secure in the plan. What
-        runs in one process needs no such plan, and any program of it has one.
-
-    Returns:
-      The plan. If mapped functions of a local stage run programs themselves, its
-      `Stage.inner` is the plan of the stage over the partition of these programs.
-
-    Raises:
-      PlanError: The jaxpr has no plan.
+    Without `in_tree` and `out_tree`, arguments and results are flat, and `results` has
+    the names of these; (): they are named by their equations. `rematerialize` says
+    whether groups rematerialize what a later round or a backward loop needs of their
+    work, instead of saving it. `secure` says whether sums of cotangents of a secure sum
+    are secure in the plan; what runs in one process needs no such plan. If mapped
+    functions of a local stage run programs themselves, its `Stage.inner` is the plan of
+    the stage over the partition of these programs.
     """
     # The planner evaluates small constants (indices, masks), which is no transfer of
     # users' data.
@@ -334,11 +283,10 @@ def plan_of_jaxpr(
         return with_inner_plans(plan, make)
 
 
-def _equations(program: InlinedJaxpr) -> Iterator[Any]:
-    """Yield the equations of an inlined jaxpr, and of its bodies at any depth.
+def _equations(program: InlinedJaxpr) -> Iterator[Eqn]:
+    """Yield the equations of an inlined jaxpr, and of its loops' bodies at any depth.
 
-    The bodies are those of `scan`, `while` and `cond` equations, each after its
-    equation. Jaxprs of mapped functions are not entered.
+    Each body comes after its equation. Jaxprs of mapped functions are not entered.
     """
     for eqn in program.eqns:
         yield eqn
@@ -348,23 +296,15 @@ def _equations(program: InlinedJaxpr) -> Iterator[Any]:
 
 
 def find_partitions(program: InlinedJaxpr) -> list[Partition]:
-    """List the partitions of a program's building blocks, in order of their first use.
+    """List the partitions of a program's building blocks, by their first use.
 
     A move of slices between a population and a cohort of it is over two partitions. If
     no other building block is over either of them, the cohort, the smaller one, is
     listed, after the others.
 
-    Args:
-      program: The inlined jaxpr of the program. The bodies of its loops are searched
-        too.
-
-    Returns:
-      A list without repetitions; [] if there is no building block.
-
-    Raises:
-      PlanError: The program has a mutable array; an equation bound to a mesh, unless
-        `drjax.jit` plans it; or a building block inside an equation that is no `scan`,
-        `while`, `cond` or building block.
+    Raises `PlanError` if the program has a mutable array; an equation bound to a mesh,
+    unless `drjax.jit` plans it; or a building block inside an equation that is no
+    `scan`, `while`, `cond` or building block.
     """
     partitions: dict[Partition, Any] = {}
     resizing: dict[tuple[Partition, Partition], Any] = {}
@@ -417,22 +357,15 @@ _MESH_BOUND = ("shard_map", "sharding_constraint", "reshard", "device_put")
 _INFERRED = object()
 
 
-def _declared_kinds(partitioned: Any, args: tuple, kwargs: dict) -> list[Kind | None]:
+def _declared_kinds(
+    partitioned: PyTree, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> list[Kind | None]:
     """Return the kind that `partitioned=` declares of each leaf of the arguments.
 
-    Args:
-      partitioned: A tree of bools that is a prefix of `args`, true for arguments with
-        one slice for each group; None: all kinds are inferred. A None in the tree
-        stands for arguments whose kinds are inferred.
-      args: The positional arguments, pytrees.
-      kwargs: The keyword arguments, pytrees, whose kinds are always inferred.
-
-    Returns:
-      For each leaf of `(args, kwargs)`: partitioned along axis 0 for True, global for
-      False, None if its kind is inferred.
-
-    Raises:
-      PlanError: `partitioned` is no such tree.
+    It is a tree of bools that is a prefix of `args`, or `PlanError` is raised: true for
+    arguments partitioned along axis 0. A None in it stands for arguments whose kinds
+    are inferred, as those of `kwargs` are. With None as the tree, all kinds are
+    inferred.
     """
     leaves = jax.tree_util.tree_leaves((args, kwargs))
     if partitioned is None:
@@ -442,7 +375,7 @@ def _declared_kinds(partitioned: Any, args: tuple, kwargs: dict) -> list[Kind | 
         partitioned = tuple(partitioned)
     kinds = {True: PARTITIONED, False: GLOBAL, None: _INFERRED}
 
-    def kind(leaf):
+    def kind(leaf: bool | None) -> Any:
         if leaf is None or isinstance(leaf, bool | np.bool_):
             return kinds[leaf]
         raise ValueError(f"{leaf!r} is no bool.")

@@ -19,6 +19,7 @@ import jax
 from jax.extend.core import Literal
 
 from drjax import primitives
+from drjax._compat.types import Array, Atom, Aval, Eqn, Var
 from drjax._jaxprs.walk import definitions
 from drjax._planner.naming import Names
 from drjax._planner.partitioning.environment import Environment
@@ -27,11 +28,7 @@ from drjax.plan import Value
 
 @dataclass(frozen=True, eq=False)
 class ConstantOperand:
-    """A literal or scalar constant that a stage's equation takes: a part of its code.
-
-    Attributes:
-      value: The array or scalar.
-    """
+    """A literal or scalar constant as an operand: a part of the stage's code."""
 
     value: Any
 
@@ -41,9 +38,6 @@ class BroadcastOperand:
     """A global variable that a local stage takes whole: each group has a copy.
 
     The copy is an input of the stage.
-
-    Attributes:
-      var: The global variable that is copied.
     """
 
     var: Any
@@ -51,13 +45,9 @@ class BroadcastOperand:
 
 @dataclass(frozen=True)
 class ScatteredOperand:
-    """A global variable of which a local stage takes one group's slice.
+    """A global variable of which a local stage takes one group's slice, along `axis`.
 
     The slice is an input of the stage.
-
-    Attributes:
-      var: The global variable.
-      axis: Its axis along which the slices lie, one for each group.
     """
 
     var: Any
@@ -70,9 +60,6 @@ class SliceOperand:
 
     The stage computes it, or takes it as an input, from an earlier round or an argument
     of the program.
-
-    Attributes:
-      var: The partitioned variable.
     """
 
     var: Any
@@ -87,27 +74,18 @@ class GroupIndexOperand:
 class ExpandedOperand:
     """A `broadcast_in_dim` along the group axis: each group expands a copy itself.
 
-    A copy of the operand is smaller than the slices of the expanded array.
-
-    Attributes:
-      eqn: The `broadcast_in_dim`, of a global value.
-      axis: The group axis of its result, along which it expands its operand.
-      operand: How a group obtains its copy of the operand of `eqn`.
+    A copy of the operand is smaller than the slices of the expanded array. `eqn` is the
+    `broadcast_in_dim`, of a global value; `axis` is the group axis of its result.
     """
 
     eqn: Any
     axis: int
     operand: ConstantOperand | BroadcastOperand
 
-    def expand(self, copy):
-        """Compute a group's slice of the result of `self.eqn`, a `broadcast_in_dim`.
+    def expand(self, copy: Array) -> Array:
+        """Compute a group's slice of the result of `self.eqn`, from its whole operand.
 
-        Args:
-          copy: The group's copy of the whole operand of `self.eqn`, an array or scalar.
-
-        Returns:
-          The slice: the result of the equation without its dimension `self.axis`, along
-          which all slices are equal.
+        The slice lacks dimension `self.axis`, along which all slices are equal.
         """
         params, axis = self.eqn.params, self.axis
         shape, dims = params["shape"], params["broadcast_dimensions"]
@@ -131,16 +109,9 @@ Operand = (
 class StageValues:
     """The values that stages of one inlined jaxpr exchange, and their names.
 
-    Args:
-      kinds: The kind of each variable, with the inlined jaxpr as `kinds.program`.
-      arguments: A name for each argument of the jaxpr.
-      results: A name for each result; (): results are named by their equations.
-
-    Attributes:
-      program: The inlined jaxpr.
-      kinds: The kinds of its variables.
-      names: The names of its variables.
-      definition: For each variable the equation that defines it.
+    `arguments` and `results` have a name for each argument and result of the jaxpr,
+    `kinds.program`; (): results are named by their equations. `definition` has for each
+    variable the equation that defines it.
     """
 
     def __init__(
@@ -165,7 +136,7 @@ class StageValues:
         self._values: dict[Any, Value] = {}
         self._operands: dict[Any, list[Operand]] = {}
 
-    def value(self, var) -> Value:
+    def value(self, var: Var) -> Value:
         """Return the `Value` (name, shape, dtype) that stages exchange for a variable.
 
         It is global or partitioned according to the variable's kind; the shape of a
@@ -177,17 +148,13 @@ class StageValues:
             self._values[var] = new_value(self.names.of(var), var.aval, axis)
         return self._values[var]
 
-    def scattered(self, var, axis: int) -> Value:
+    def scattered(self, var: Var, axis: int) -> Value:
         """Return the partitioned `Value` for the slices of a global variable.
 
-        Each group gets its slice when the variable is scattered. The first call for
-        `var` and `axis` reserves a name, such as `x[group]`, and creates and records
-        the value; later calls return the same one. Reserved names get suffixes in the
-        order of the calls, so this order is part of the plan.
-
-        Args:
-          var: The variable.
-          axis: The axis of `var` along which the slices lie.
+        Each group gets its slice, along `axis`, when the variable is scattered. The
+        first call for `var` and `axis` reserves a name, such as `x[group]`, and creates
+        and records the value; later calls return the same one. Reserved names get
+        suffixes in the order of the calls, so this order is part of the plan.
         """
         key = ("scattered", var, axis)
         if key not in self._values:
@@ -195,17 +162,13 @@ class StageValues:
             self._values[key] = new_value(name, var.aval, axis)
         return self._values[key]
 
-    def outgoing(self, var, axis: int) -> Value:
+    def outgoing(self, var: Var, axis: int) -> Value:
         """Return the partitioned `Value` of a local stage's output of slices of `var`.
 
-        It is the value of `var` itself if groups compute or store its slices. For a
-        variable that is global, or the result of a broadcast, scatter or
+        It is the value of `var` itself if groups compute or store its slices, along
+        `axis`. For a variable that is global, or the result of a broadcast, scatter or
         `partition_index`, the first call reserves a name like that of `var`, with a
         suffix, and creates and records a second value; later calls return the same one.
-
-        Args:
-          var: The variable, global or partitioned along `axis`.
-          axis: The axis along which its slices lie.
         """
         if self.is_slice(var, axis):
             return self.value(var)
@@ -215,17 +178,13 @@ class StageValues:
             self._values[key] = new_value(name, var.aval, axis)
         return self._values[key]
 
-    def forwarded(self, var, round_index: int) -> Value:
+    def forwarded(self, var: Var, round_index: int) -> Value:
         """Return the `Value` of slices that a local stage takes and returns unchanged.
 
         It is not the value of the input, so that each value is an output of one stage
         only. The first call for a variable and round reserves a name like that of
         `var`, with a suffix, and creates and records the value; later calls return the
         same one.
-
-        Args:
-          var: The partitioned variable.
-          round_index: The index of the round, from 0. Each round has its own value.
         """
         key = ("forwarded", var, round_index)
         if key not in self._values:
@@ -233,16 +192,13 @@ class StageValues:
             self._values[key] = new_value(name, var.aval, self.kinds[var].axis)
         return self._values[key]
 
-    def state(self, var, side: str) -> Value:
+    def state(self, var: Var, side: str) -> Value:
         """Return the global `Value` of an argument of a fold's function of two states.
 
-        The first call for a variable and side reserves a name, such as `left of total`,
-        and creates and records the value; later calls return the same one.
-
-        Args:
-          var: The result of the fold that is the same leaf of a state, and has its
-            type.
-          side: Which of the two states it is a leaf of: "left" or "right".
+        `side` is the state that it is a leaf of, "left" or "right", and `var` the
+        result of the fold that is the same leaf, and has its type. The first call for
+        these reserves a name, such as `left of total`, and creates and records the
+        value; later calls return the same one.
         """
         key = ("state", var, side)
         if key not in self._values:
@@ -253,24 +209,10 @@ class StageValues:
     # -----------------------------------------------------------------------------
     # Operands of local equations
 
-    def slice_of(self, atom, axis: int) -> Operand:
+    def slice_of(self, atom: Atom, axis: int) -> Operand:
         """Decide how a local stage obtains a group's slice of an operand along `axis`.
 
-        Args:
-          atom: The operand: a variable, global or partitioned along `axis`, or a
-            literal.
-          axis: The group axis.
-
-        Returns:
-          The first of these that applies:
-
-          * of a literal, a `ConstantOperand`;
-          * of the result of a broadcast, what `whole_of` returns for its operand;
-          * of the result of a scatter, the `ScatteredOperand` of its operand;
-          * of a `partition_index`, a `GroupIndexOperand`;
-          * of any other partitioned variable, a `SliceOperand`;
-          * of a global `broadcast_in_dim` along `axis`, an `ExpandedOperand`;
-          * of any other global variable, a `ScatteredOperand`.
+        A variable may be global, or partitioned along `axis`.
         """
         if isinstance(atom, Literal):
             return ConstantOperand(atom.val)
@@ -291,15 +233,10 @@ class StageValues:
         # A global value where slices are needed is an implicit scatter.
         return ScatteredOperand(atom, axis)
 
-    def whole_of(self, atom) -> ConstantOperand | BroadcastOperand:
+    def whole_of(self, atom: Atom) -> ConstantOperand | BroadcastOperand:
         """Decide how a local stage obtains the whole of a global operand.
 
-        Args:
-          atom: The operand: a global variable, or a literal.
-
-        Returns:
-          A `ConstantOperand`, a part of the stage's code, for a literal or a scalar
-          constant of the program; else a `BroadcastOperand`, a copy of the variable.
+        A literal or a scalar constant of the program is part of the stage's code.
         """
         if isinstance(atom, Literal):
             return ConstantOperand(atom.val)
@@ -308,40 +245,28 @@ class StageValues:
             return ConstantOperand(self.program.consts[atom])
         return BroadcastOperand(atom)
 
-    def is_slice(self, atom, axis: int) -> bool:
+    def is_slice(self, atom: Atom, axis: int) -> bool:
         """Whether groups compute or store the slices of an operand.
 
         False for literals, global values, and the results of broadcasts, scatters and
         `partition_index`: of these, each group derives its slice from other inputs of a
         stage.
-
-        Args:
-          atom: The operand, a variable or literal.
-          axis: Its group axis.
         """
         return isinstance(self.slice_of(atom, axis), SliceOperand)
 
-    def operands(self, eqn) -> list[Operand]:
+    def operands(self, eqn: Eqn) -> list[Operand]:
         """Decide how a local stage obtains each operand of an equation, for one group.
 
-        The list is computed once for each equation, and cached: do not modify it.
-
-        Args:
-          eqn: An equation on partitioned values: a `map_fn` over the plan's partition,
-            or one of which `self.kinds.unbatched(eqn)` is not None.
-
-        Returns:
-          An `Operand` for each operand of `eqn`, in order. Of a `map_fn`, each is how
-          to obtain the group's slice. Of any other equation, the equation of one group
-          (`self.kinds.unbatched(eqn)`) takes the group's slice if its `in_axes` has an
-          axis for the operand, and the whole operand if it has None.
+        The equation is a `map_fn` over the plan's partition, or one that can be
+        unbatched. The list is computed once for each equation, and cached: do not
+        modify it.
         """
         # Several rounds ask for the same equation when they rematerialize it.
         if eqn not in self._operands:
             self._operands[eqn] = self._compute_operands(eqn)
         return self._operands[eqn]
 
-    def _compute_operands(self, eqn) -> list[Operand]:
+    def _compute_operands(self, eqn: Eqn) -> list[Operand]:
         if eqn.primitive is primitives.map_fn_p:
             return [self.slice_of(atom, 0) for atom in eqn.invars]
         unbatched = self.kinds.unbatched(eqn)
@@ -352,17 +277,11 @@ class StageValues:
         ]
 
 
-def new_value(name: str, aval: Any, axis: int | None) -> Value:
+def new_value(name: str, aval: Aval, axis: int | None) -> Value:
     """Build the `Value` of an array that stages exchange.
 
-    Args:
-      name: Its name, unique in the plan.
-      aval: The abstract value of the whole array, its group axis included.
-      axis: The group axis; None: the value is global.
-
-    Returns:
-      A `Value` with the shape of `aval`, or without dimension `axis`, that of a slice,
-      and the bytes of an array of this shape.
+    `aval` is the type of the whole array. With a group axis, it is partitioned: shape
+    and bytes are those of a slice.
     """
     shape = aval.shape if axis is None else aval.shape[:axis] + aval.shape[axis + 1 :]
     # Not converted to an int: jax.export may make dimensions symbolic.

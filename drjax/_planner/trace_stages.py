@@ -15,6 +15,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from drjax import _compat, primitives
+from drjax._compat.types import Array, Atom, Eqn, Var
 from drjax._jaxprs.walk import variables
 from drjax._planner import group_index
 from drjax._planner.fences import fence_p
@@ -37,19 +38,12 @@ from drjax.plan import Stage, Value
 
 
 def trace_server_stage(
-    eqns: Sequence[Any], results: Sequence[Any], values: StageValues
+    eqns: Sequence[Eqn], results: Sequence[Var], values: StageValues
 ) -> Stage:
     """Trace equations on global values as a stage of the server.
 
-    Args:
-      eqns: Its equations, definitions before uses.
-      results: The variables that it returns: results of `eqns`, or constants.
-      values: The `Value` (name, shape and dtype) of each variable.
-
-    Returns:
-      A stage named `server`. Its inputs are the variables that the equations use and do
-      not define, in the order of their first use, without constants of the program; its
-      outputs are `results`.
+    Its inputs are the variables that the equations use and do not define, in the order
+    of their first use, without constants of the program; its outputs are `results`.
     """
     consts = values.program.consts
     defined = {v for e in eqns for v in e.outvars}
@@ -57,7 +51,7 @@ def trace_server_stage(
     operands = dict.fromkeys(v for e in eqns for v in variables(e.invars))
     inputs = [v for v in operands if v not in defined and v not in consts]
 
-    def run(*args):
+    def run(*args: Array) -> list[Array]:
         env = {**consts, **dict(zip(inputs, args, strict=True))}
         for eqn in eqns:
             operands = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
@@ -78,19 +72,12 @@ def trace_local_stage(
 ) -> Stage:
     """Trace the local stage of a round, as a function of one group.
 
-    Args:
-      parts: What the stage takes, computes and returns.
-      kinds: The kind of each variable of the program.
-      values: The `Value` of each variable, and how the stage obtains each operand.
-      index: The index of the round, from 0.
-
-    Returns:
-      A stage named by its mapped functions, `slices` if there are none. Its jaxpr takes
-      the group index, int32 `[]`, then copies of global values, slices of global
-      values, and slices of partitioned values for this group. It returns this group's
-      slices of the variables in `parts.saved` (it computes them), `parts.outgoing` (it
-      derives them from global values or the group index) and `parts.forwarded` (it
-      takes and returns them unchanged), in this order.
+    It is named by its mapped functions, `slices` if there are none. Its jaxpr takes the
+    group index, int32 `[]`, then copies of global values, slices of global values, and
+    slices of partitioned values for this group. It returns this group's slices of the
+    variables in `parts.saved` (it computes them), `parts.outgoing` (it derives them
+    from global values or the group index) and `parts.forwarded` (it takes and returns
+    them unchanged), in this order.
     """
     inputs = [values.value(x.var) for x in parts.broadcast]
     inputs += [values.scattered(x.var, x.axis) for x in parts.scatter]
@@ -104,24 +91,21 @@ def trace_local_stage(
         if e.primitive is primitives.map_fn_p
     )
 
-    def run(group, *args):
+    def run(group: Array, *args: Array) -> list[Array]:
         return _run_group(parts, kinds, values, group, args)
 
     return _trace(" + ".join(names) or "slices", inputs, outputs, run, takes_index=True)
 
 
-def trace_combine_stage(eqn, closed_over: Sequence[Any], values: StageValues) -> Stage:
-    """Trace the function of two states of a fold as a stage.
+def trace_combine_stage(
+    eqn: Eqn, closed_over: Sequence[Atom], values: StageValues
+) -> Stage:
+    """Trace the function of two states of a fold as a stage, named by the function.
 
-    Args:
-      eqn: The fold, a reduction of the groups' states by an associative function.
-      closed_over: Those of its operands that the function closes over.
-      values: The `Value` of each variable. Those of the two states are added to it.
-
-    Returns:
-      A stage named by the function. Its inputs are the values that the function closes
-      over, each once and without scalar constants, then the leaves of the left state,
-      and those of the right one; its outputs are the leaves of the combined state.
+    Its inputs are the values that the function closes over, each once and without
+    scalar constants, then the leaves of the left state, and those of the right one; its
+    outputs are the leaves of the combined state. The `Value`s of the two states are
+    added to `values`.
     """
     consts = [values.whole_of(v) for v in closed_over]
     copies = list(dict.fromkeys(x for x in consts if isinstance(x, BroadcastOperand)))
@@ -129,7 +113,7 @@ def trace_combine_stage(eqn, closed_over: Sequence[Any], values: StageValues) ->
     sides = [values.state(v, side) for side in ("left", "right") for v in eqn.outvars]
     fn = _compat.jaxpr_as_fun(eqn.params["jaxpr"])
 
-    def run(*args):
+    def run(*args: Array) -> Sequence[Array]:
         env = dict(zip(copies, args, strict=False))
         closed = [x.value if isinstance(x, ConstantOperand) else env[x] for x in consts]
         return fn(*closed, *args[len(copies) :])
@@ -143,30 +127,15 @@ def _run_group(
     parts: LocalStageParts,
     kinds: Environment,
     values: StageValues,
-    group: Any,
-    args: Sequence[Any],
-) -> list[Any]:
-    """Evaluate the equations of a local stage for one group.
-
-    Args:
-      parts: What the stage takes, computes and returns.
-      kinds: The kind of each variable of the program.
-      values: How the stage obtains each operand of an equation.
-      group: The group index, int32 `[]`.
-      args: The inputs of the stage, arrays or tracers: copies of global values, slices
-        of global values, and slices from earlier rounds, in the order of `parts`.
-
-    Returns:
-      The outputs of the stage: this group's slices of the variables in `parts.saved`
-      (the stage computes them), `parts.outgoing` (it derives them from global values or
-      the group index) and `parts.forwarded` (it takes and returns them unchanged), in
-      that order.
-    """
+    group: Array,
+    args: Sequence[Array],
+) -> list[Array]:
+    """Evaluate a local stage for one group, from its inputs to its outputs."""
     inputs = [*parts.broadcast, *parts.scatter, *parts.slices]
     # By equality of operands: several equations read the same input.
     env: dict[Operand, Any] = dict(zip(inputs, args, strict=True))
 
-    def read(operand: Operand):
+    def read(operand: Operand) -> Any:
         match operand:
             case ConstantOperand():
                 return operand.value
@@ -200,19 +169,13 @@ def _run_group(
     ]
 
 
-def _bind_for_group(eqn, kinds: Environment, group: Any, operands: list) -> list[Any]:
-    """Bind an equation on partitioned values for one group.
+def _bind_for_group(
+    eqn: Eqn, kinds: Environment, group: Array, operands: list[Array]
+) -> list[Array]:
+    """Bind an equation on partitioned values for one group, and return its slices.
 
-    Args:
-      eqn: The equation: a `map_fn` over the plan's partition, or one of which
-        `kinds.unbatched(eqn)`, the equation of one group, is not None.
-      kinds: The kind of each variable of the program.
-      group: The group index, int32 `[]`.
-      operands: For each operand of `eqn` the slice of the group; or the whole array, if
-        its entry in `kinds.unbatched(eqn).in_axes` is None.
-
-    Returns:
-      For each result of `eqn` the slice of the group, in a list.
+    It is a `map_fn` over the plan's partition, or one that can be unbatched: then an
+    operand is whole if its entry in `kinds.unbatched(eqn).in_axes` is None.
     """
     if eqn.primitive is primitives.map_fn_p:
         # Evaluated, not bound: a stage has no building block of its plan's partition.
@@ -225,14 +188,11 @@ def _bind_for_group(eqn, kinds: Environment, group: Any, operands: list) -> list
     return unbatched.run(eqn, operands)
 
 
-def _fence(x):
+def _fence(x: Any) -> Any:
     """Put an optimization barrier behind `x`, a bitwise-observable slice; returns it.
 
     Otherwise XLA may fuse the equation that computes it into each of its users, and
     round differently in each. Constants and random keys are returned as they are.
-
-    Args:
-      x: An array or tracer; or a constant that is no JAX array.
     """
     if not isinstance(x, jax.Array):  # a constant
         return x
@@ -245,21 +205,13 @@ def _trace(
     name: str,
     inputs: Sequence[Value],
     outputs: Sequence[Value],
-    run: Callable,
+    run: Callable[..., Sequence[Array]],
     takes_index: bool,
 ) -> Stage:
     """Trace `run` as a stage, without dead code, and assert the types of its results.
 
-    Args:
-      name: The name of the stage.
-      inputs: The values that the stage takes.
-      outputs: The values that it returns.
-      run: `run(*arrays)` returns a list with an array for each of `outputs`. It takes
-        an array for each of `inputs`, of a partitioned value the slice of one group.
-      takes_index: Whether `run` takes the group index, int32 `[]`, before the inputs.
-
-    Returns:
-      The stage, with the closed jaxpr of `run`.
+    It takes an array for each input, of a partitioned value the slice of one group;
+    with `takes_index`, the group index, int32 `[]`, before them.
     """
     avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in inputs]
     if takes_index:
