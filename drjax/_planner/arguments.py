@@ -10,33 +10,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from drjax._compat.types import PyTree
 from drjax._error_texts import brief, misplaced, where_it_goes
 from drjax._errors import DrjaxError, DrjaxTypeError, DrjaxValueError, PlanError
 from drjax.plan import Plan, Value
 
 
 def flat_inputs(
-    plan: Plan, args: tuple, kwargs: dict, as_array: Callable = jnp.asarray
+    plan: Plan,
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+    as_array: Callable[[Any], Any] = jnp.asarray,
 ) -> list[Any]:
     """Flatten the arguments of a call to arrays, checked against the plan's inputs.
 
-    Args:
-      plan: The plan to run.
-      args: The positional arguments of the call, pytrees of arrays.
-      kwargs: The keyword arguments of the call, pytrees of arrays.
-      as_array: `as_array(leaf)` converts a leaf of the arguments to an array, or to an
-        object with the attributes `shape` and `dtype` of one. The result is checked and
-        returned.
-
-    Returns:
-      The converted leaves: one array for each `Value` of `plan.inputs`, in that order.
-      A partitioned one is whole, with its group axis.
-
-    Raises:
-      DrjaxTypeError: The tree structure of `(args, kwargs)` is not `plan.in_tree`, or
-        the dtype of a leaf is not that of its `Value`.
-      DrjaxValueError: The shape of a leaf is not that of its `Value`, to which the
-        group axis is added if it is partitioned.
+    `as_array` converts a leaf of the arguments to an array, or to an object with the
+    attributes `shape` and `dtype` of one, which is checked and returned. A partitioned
+    array is whole, with its group axis. Raises `DrjaxTypeError` for another tree
+    structure or dtype than planned, `DrjaxValueError` for another shape.
     """
     leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
     # Types in a plan are fixed: other arguments need another plan, not a cast.
@@ -74,17 +65,11 @@ def flat_inputs(
     return arrays
 
 
-def _fix_of_shape(value: Value, shape: tuple, got: tuple) -> str:
+def _fix_of_shape(value: Value, shape: tuple[int, ...], got: tuple[int, ...]) -> str:
     """Return what a user can do about an argument of another shape than planned.
 
-    Args:
-      value: The input of the plan.
-      shape: Its planned shape, group axis included.
-      got: The shape of the argument.
-
-    Returns:
-      A sentence for the error: plan again; or, if only the number of groups differs,
-      plan with `open_groups=True`.
+    `shape` has the group axis, as `got` has. The sentence says to plan again; or, if
+    only the number of groups differs, to plan with `open_groups=True`.
     """
     others = [x[: value.axis] + x[value.axis + 1 :] for x in (shape, got)]
     if value.partitioned and len(shape) == len(got) and others[0] == others[1]:
@@ -96,17 +81,10 @@ def _fix_of_shape(value: Value, shape: tuple, got: tuple) -> str:
 
 
 def check_known_shapes(plan: Plan, what: str) -> None:
-    """Check that no input of a plan has symbolic dimensions.
+    """Raise a `PlanError` if an input of a plan has symbolic dimensions.
 
-    Backends compile for known shapes, and plan files store them.
-
-    Args:
-      plan: The plan.
-      what: The operation that needs known shapes, as a participle for the error:
-        `saved`.
-
-    Raises:
-      PlanError: An input has symbolic dimensions, so other values may have some too.
+    Backends compile for known shapes, and plan files store them. `what` is the
+    operation that needs them, as a participle: `saved`.
     """
     for value in plan.inputs:
         if not all(isinstance(size, int) for size in value.shape):

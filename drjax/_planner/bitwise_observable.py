@@ -16,12 +16,13 @@ rounds and is not observable bit by bit, unless its operand selects values (`sel
 then it may be the choice of one group.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.extend.core import Literal
 
 from drjax import _compat, primitives
+from drjax._compat.types import Atom, ClosedJaxpr, Eqn, OpenJaxpr, Var
 from drjax._jaxprs.walk import definitions, split_while
 from drjax._planner.inline import CALLS, CONTROL, InlinedJaxpr
 from drjax._primitives.reduce_ops import of_primitive
@@ -51,7 +52,7 @@ _COPIES = {
 }
 
 
-def bitwise_observable(program: InlinedJaxpr) -> frozenset:
+def bitwise_observable(program: InlinedJaxpr) -> frozenset[Var]:
     """Find the variables whose exact bits a program may compare with other values.
 
     They must not be rematerialized, as a compiler may round differently a second time.
@@ -65,12 +66,8 @@ def bitwise_observable(program: InlinedJaxpr) -> frozenset:
     * the variables whose values these hold, through equations that only move, select or
       negate values.
 
-    Args:
-      program: The inlined jaxpr.
-
-    Returns:
-      The set of these variables of `program`. Those of the bodies of its loops are not
-      among them: each body is an inlined jaxpr of its own.
+    Those of the bodies of its loops are not among them: each body is an inlined jaxpr
+    of its own.
     """
     definition = definitions(program.eqns)
     observable: set[Any] = set()
@@ -93,19 +90,10 @@ def bitwise_observable(program: InlinedJaxpr) -> frozenset:
     return frozenset(observable)
 
 
-def _observable_operands(program: InlinedJaxpr, eqn) -> Iterator[Any]:
-    """Find the operands of a loop or branch that are bitwise-observable in a body.
+def _observable_operands(program: InlinedJaxpr, eqn: Eqn) -> Iterator[Atom]:
+    """Yield the operands of a loop or branch that are bitwise-observable in a body.
 
-    A variable is bitwise-observable if the program may compare its exact bits with
-    other values, so that it must not be rematerialized.
-
-    Args:
-      program: The inlined jaxpr that contains the equation.
-      eqn: The `scan`, `while` or `cond`.
-
-    Yields:
-      These operands of `eqn`, each once for every body of which the argument for this
-      operand is bitwise-observable.
+    Each is yielded once for every body of which the argument for it is.
     """
     # One list for each body: operands in the order of the body's arguments.
     operands = [eqn.invars]
@@ -122,24 +110,18 @@ def _observable_operands(program: InlinedJaxpr, eqn) -> Iterator[Any]:
                 yield value
 
 
-def _aliases(definition: dict, var, selected: bool) -> set[tuple[Any, bool]]:
-    """Find the variables whose values another variable holds.
+def _aliases(
+    definition: dict[Var, Eqn], var: Atom, selected: bool
+) -> set[tuple[Var, bool]]:
+    """Find the variables whose values another variable, `var`, holds.
 
     The search goes backward from `var`, from the results to the operands of equations
     that only move, select or negate values, such as `reshape` or `select_n`. It ends at
     equations that compute new values.
 
-    Args:
-      definition: For each variable the equation that defines it.
-      var: The variable, or literal, to start from.
-      selected: The flag of `var` itself: whether the caller has already met a selection
-        among values (a `select_n` or a `cond`) on its way to `var`.
-
-    Returns:
-      A set of pairs `(variable, flag)`, with `(var, selected)` among them, but no
-      literals. The flag of a variable is true if `selected` is, or if a `select_n` or a
-      `cond` lies on the path from it to `var`. A variable with paths of both sorts
-      occurs twice.
+    The flag of a variable is true if `selected` is, that of `var` itself, or if a
+    `select_n` or a `cond` lies on the path from it to `var`. A variable with paths of
+    both sorts occurs twice. Literals do not occur.
     """
     aliases: set[tuple[Any, bool]] = set()
     stack = [(var, selected)]
@@ -157,17 +139,12 @@ def _aliases(definition: dict, var, selected: bool) -> set[tuple[Any, bool]]:
     return aliases
 
 
-def _moved_operands(eqn, index: int) -> Iterator[tuple[Any, bool]]:
-    """Find the operands of an equation whose values one of its results holds.
+def _moved_operands(eqn: Eqn, index: int) -> Iterator[tuple[Atom, bool]]:
+    """Find the operands of an equation whose values its result `index` holds.
 
-    Args:
-      eqn: The equation, of any primitive.
-      index: The position of the result in `eqn.outvars`.
-
-    Yields:
-      Pairs of an operand, a variable or a literal, and whether the equation selects
-      among values to get from this operand to the result, as a `select_n` or a `cond`
-      does. Nothing if the equation computes new values.
+    Yields them with whether the equation selects among values to get from this operand
+    to the result, as a `select_n` or a `cond` does. Nothing if the equation computes
+    new values.
     """
     name = eqn.primitive.name
     # The predicate of a select_n and the index of a cond are not among the values.
@@ -190,20 +167,12 @@ def _moved_operands(eqn, index: int) -> Iterator[tuple[Any, bool]]:
 
 
 def _through_call(
-    jaxpr, operands, index: int, selected: bool
-) -> Iterator[tuple[Any, bool]]:
-    """Find the operands whose values a result of an evaluated jaxpr holds.
+    jaxpr: ClosedJaxpr | OpenJaxpr, operands: Sequence[Atom], index: int, selected: bool
+) -> Iterator[tuple[Atom, bool]]:
+    """Find the operands whose values the result `index` of an evaluated jaxpr holds.
 
-    Args:
-      jaxpr: The jaxpr that an equation evaluates, open or closed: the callee of a call,
-        the function of one group, or a branch.
-      operands: The operands of the equation, one for each argument of the jaxpr.
-      index: The position of the result in the results of the jaxpr.
-      selected: Whether the equation itself selects among jaxprs, as a `cond` does.
-
-    Yields:
-      Pairs of an operand, and whether a selection among values lies between it and the
-      result: `selected`, or an equation in the jaxpr.
+    Yields them with whether a selection among values lies between operand and result:
+    `selected`, of the equation itself among jaxprs, or an equation in the jaxpr.
     """
     raw = _compat.open_jaxpr(jaxpr)
     outer = dict(zip(raw.invars, operands, strict=True))

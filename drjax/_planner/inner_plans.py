@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from drjax import _compat
+from drjax._compat.types import ClosedJaxpr
 from drjax._errors import PlanError
 from drjax._jaxprs.walk import deep_equations
 from drjax._plan.map_stages import map_stages
@@ -28,40 +29,23 @@ def with_inner_plans(plan: Plan, make: Callable[..., Plan]) -> Plan:
     """Add plans to the local stages whose mapped functions run programs of their own.
 
     Such an inner program has groups inside each group, so the work of one group has
-    rounds, too. Its plan becomes `Stage.inner`.
-
-    Args:
-      plan: The plan, whose stages have jaxprs. It is not modified.
-      make: The planner, `make(jaxpr, name, names, declared, results=results)`: it makes
-        the plan of a closed jaxpr, or raises `PlanError`. `name` is that of the plan;
-        `names` and `results` have a name for each argument and result; `declared` has
-        for each argument its kind, or None to infer it.
-
-    Returns:
-      A copy of the plan in which these stages have plans, also those of its loops.
+    rounds, too. Its plan becomes `Stage.inner`, also in the plan's loops. `make`,
+    called as `make(jaxpr, name, names, declared, results=results)`, is `plan_of_jaxpr`:
+    it makes the plan of a closed jaxpr, or raises `PlanError`.
     """
     return map_stages(lambda stage: _with_inner(stage, make), plan)
 
 
 def _with_inner(stage: Stage, make: Callable[..., Plan]) -> Stage:
-    """Add the plan of the inner programs to a stage that runs building blocks.
+    """Return a copy of a stage that runs building blocks with the plan of these.
 
-    Args:
-      stage: A stage of the server or of the groups.
-      make: The planner, `make(jaxpr, name, names, declared, results=results)`: it makes
-        the plan of a closed jaxpr, or raises `PlanError`. `name` is that of the plan;
-        `names` and `results` have a name for each argument and result; `declared` has
-        for each argument its kind, or None to infer it.
+    `stage` itself in each of these cases:
 
-    Returns:
-      A copy of the stage with a plan as its `inner`. `stage` itself in each of these
-      cases:
-
-      * it is of the server: only groups have groups inside of them;
-      * it runs no building blocks, or no output depends on one;
-      * one of them is inside a user's `shard_map`, over Manual mesh axes;
-      * `make` raises `PlanError`;
-      * the plan would be over several partitions, side by side.
+    * it is of the server: only groups have groups inside of them;
+    * it runs no building blocks, or no output depends on one;
+    * one of them is inside a user's `shard_map`, over Manual mesh axes;
+    * `make` raises `PlanError`;
+    * the plan would be over several partitions, side by side.
     """
     if not uses_blocks(stage.jaxpr) or _is_manual(stage.jaxpr):
         return stage
@@ -81,14 +65,11 @@ def _with_inner(stage: Stage, make: Callable[..., Plan]) -> Stage:
     return replace(stage, inner=inner)
 
 
-def _is_manual(jaxpr) -> bool:
+def _is_manual(jaxpr: ClosedJaxpr) -> bool:
     """Whether a jaxpr has a building block over mesh axes that are Manual.
 
     Such a block is inside a user's `shard_map` and acts on the groups of one device,
     which no plan can express.
-
-    Args:
-      jaxpr: The closed jaxpr of a stage.
     """
     outside = lambda eqn: eqn.primitive not in BLOCKS
     for eqn in deep_equations(_compat.open_jaxpr(jaxpr), outside):

@@ -30,6 +30,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from drjax import _compat
+from drjax._compat.types import Atom, ClosedJaxpr, Eqn, OpenJaxpr, PyTree
 from drjax._context import resized
 from drjax._errors import PlanError
 from drjax._jaxprs.prng_keys import to_raw
@@ -42,9 +43,9 @@ from drjax.plan import Loop, Plan, Round, Stage, Value
 def opened(
     plan: Plan,
     make: Callable[..., Plan],
-    jaxpr_of: Callable[[Any, Any], Any],
-    args: tuple,
-    kwargs: dict,
+    jaxpr_of: Callable[[PyTree, PyTree], ClosedJaxpr],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
 ) -> Plan:
     """Mark a plan as one for any number of groups, if nothing in it depends on n.
 
@@ -82,7 +83,12 @@ def opened(
     return replace(plan, open_groups=True)
 
 
-def _check_code(begin: str, partition: Partition, jaxpr_of: Callable, for_size) -> None:
+def _check_code(
+    begin: str,
+    partition: Partition,
+    jaxpr_of: Callable[[PyTree, PyTree], ClosedJaxpr],
+    for_size: Callable[[Any], PyTree],
+) -> None:
     """Raise `PlanError` if code of the program computes with the number of groups."""
     fix = (
         "A plan for any number of groups has a symbol for that number, which only "
@@ -109,14 +115,10 @@ def _check_code(begin: str, partition: Partition, jaxpr_of: Callable, for_size) 
 
 
 def fixed_by(plan: Plan) -> str | None:
-    """Find the first communication of a plan that depends on the number of groups.
+    """Find the first scatter, gather or move of a plan, also in its loops.
 
-    Args:
-      plan: The plan. The bodies of its loops are searched, too.
-
-    Returns:
-      A clause for an error, such as `it gathers loss`; None if there is no scatter,
-      gather or move.
+    These depend on the number of groups. It is a clause for an error, such as `it
+    gathers loss`; None if there is none.
     """
     for a_round in plan.rounds:
         for whole, _ in a_round.scatter:
@@ -148,13 +150,7 @@ def _resized_type(n: Any, value: Value, leaf: Any) -> Any:
 def _difference(plan: Plan, other: Plan) -> str | None:
     """Find the first difference between two plans of a program, for n and n + 1 groups.
 
-    Args:
-      plan: The plan for n groups.
-      other: The plan for n + 1 groups.
-
-    Returns:
-      What differs, as the subject of a sentence, such as `the number of rounds`; None
-      if nothing does.
+    It is the subject of a sentence, such as `the number of rounds`.
     """
     if len(plan.rounds) != len(other.rounds):
         return "the number of rounds"
@@ -174,15 +170,8 @@ def _difference(plan: Plan, other: Plan) -> str | None:
 def _difference_of_rounds(a_round: Round, other: Round) -> str | None:
     """Find the first difference between two rounds, of plans for n and n + 1 groups.
 
-    Their stages and loops are compared, and what they communicate.
-
-    Args:
-      a_round: The round of the plan for n groups.
-      other: The same round of the plan for n + 1 groups.
-
-    Returns:
-      What differs, as the subject of a sentence, such as `the number of loops`; None if
-      nothing does.
+    Their stages and loops are compared, and what they communicate. It is the subject of
+    a sentence, such as `the number of loops`.
     """
     stages = [(a_round.server, other.server), (a_round.local, other.local)]
     folds = zip(a_round.folds, other.folds, strict=False)
@@ -209,13 +198,7 @@ def _difference_of_rounds(a_round: Round, other: Round) -> str | None:
 def _different_field(x: Round | Loop, y: Any, but: tuple[str, ...]) -> str | None:
     """Return the name of the first field in which two records of a dataclass differ.
 
-    Args:
-      x: One record.
-      y: The other one, of the same class.
-      but: The names of fields that are not compared.
-
-    Returns:
-      The name; None if all other fields are equal.
+    The fields in `but` are not compared.
     """
     for field in fields(x):
         if field.name not in but and getattr(x, field.name) != getattr(y, field.name):
@@ -226,13 +209,8 @@ def _different_field(x: Round | Loop, y: Any, but: tuple[str, ...]) -> str | Non
 def _difference_of_stages(stage: Stage, other: Stage) -> str | None:
     """Find the first difference between two stages, of plans for n and n + 1 groups.
 
-    Args:
-      stage: The stage of the plan for n groups.
-      other: The same stage of the plan for n + 1 groups.
-
-    Returns:
-      What differs, as the subject of a sentence: the first equation that does, with its
-      source line; else the type of an input or output. None if nothing does.
+    It is the subject of a sentence: the first equation that differs, with its source
+    line; else the type of an input or output.
     """
     pairs = itertools.zip_longest(
         _comparison_keys(stage.jaxpr), _comparison_keys(other.jaxpr)
@@ -251,24 +229,22 @@ def _difference_of_stages(stage: Stage, other: Stage) -> str | None:
     return None
 
 
-def _comparison_keys(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
+def _comparison_keys(
+    jaxpr: ClosedJaxpr | OpenJaxpr,
+) -> Iterator[tuple[Eqn | None, Any]]:
     """Divide a jaxpr into parts with keys; jaxprs with equal keys are equal.
 
     Variables are numbered in the order of their first use, so that names do not matter.
 
-    Args:
-      jaxpr: The jaxpr, open or closed.
-
-    Yields:
-      Pairs `(equation, key)`: first `(None, key)` for the inputs and constants, then
-      one for each equation, and last `(None, key)` for the results. A jaxpr in the
-      parameters of an equation is divided likewise. Its pairs come before that of the
-      equation, and the equation replaces None in them.
+    Yields pairs of an equation and its key: first with None for the inputs and
+    constants, then one for each equation, and last with None for the results. A jaxpr
+    in the parameters of an equation is divided likewise. Its pairs come before that of
+    the equation, and the equation replaces None in them.
     """
     numbers: dict[Any, int] = {}
     inside = _compat.open_jaxpr(jaxpr)
 
-    def atom(x: Any) -> Any:
+    def atom(x: Atom) -> Any:
         if isinstance(x, Literal):
             return _array_key(x.val), x.aval
         return numbers.setdefault(x, len(numbers)), x.aval

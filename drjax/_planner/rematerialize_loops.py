@@ -40,9 +40,11 @@ rewritten scan has no jaxpr in its parameters: its body is in
 `InlinedJaxpr.known_bodies` alone.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from drjax import _compat
+from drjax._compat.types import Atom, Eqn, Var
 from drjax._jaxprs.walk import (
     backward_slice,
     copy_equations,
@@ -64,19 +66,13 @@ def rematerialize_residuals(kinds: Environment) -> InlinedJaxpr | None:
     """Rewrite one scan, or pair of scans, to rematerialize residuals in each step.
 
     Residuals are values of a scan that its derivative, a backward scan, needs. The
-    first scan that allows one of these rewrites is rewritten:
+    first scan that allows one of these rewrites is rewritten; kinds are to be inferred
+    again. None if no scan is left to rewrite.
 
     * Cheap equations, which cost little compared with the memory of their result, and
       compute partitioned constants of the scan, are moved into its steps.
     * A forward scan no longer stacks its partitioned residuals. The backward scans that
       read them rematerialize them step by step, from global values.
-
-    Args:
-      kinds: The kind of each variable, with the inlined jaxpr as `kinds.program`.
-
-    Returns:
-      The rewritten inlined jaxpr, whose kinds are to be inferred again; None if no scan
-      is left to rewrite.
     """
     for eqn in kinds.program.eqns:
         if eqn.primitive.name == "scan" and kinds.is_loop(eqn):
@@ -93,22 +89,13 @@ def rematerialize_residuals(kinds: Environment) -> InlinedJaxpr | None:
 class _Scan:
     """A scan equation and its body, as constants, carried values and stacks.
 
-    All attributes but `eqn` and `body` are lists of variables.
-
-    Args:
-      program: The inlined jaxpr that contains the scan.
-      eqn: The scan.
-
-    Attributes:
-      eqn, body: The equation, and its body as an `InlinedJaxpr`.
-      consts, carry, xs: The operands of the equation; `xs` are the stacks over whose
-        steps it runs.
-      body_consts, body_carry, body_xs: The arguments of its body; `body_xs` are one
-        step of `xs`.
-      ys, body_ys: The stacked results of the equation, and one step of them.
+    `consts`, `carry` and `xs` are the operands of the equation; `xs` are the stacks
+    over whose steps it runs. `body_consts`, `body_carry` and `body_xs` are the
+    arguments of its body; `body_xs` are one step of `xs`. `ys` are the stacked results
+    of the equation, and `body_ys` one step of them.
     """
 
-    def __init__(self, program: InlinedJaxpr, eqn):
+    def __init__(self, program: InlinedJaxpr, eqn: Eqn):
         self.eqn = eqn
         (self.body,) = program.bodies(eqn)
         self.consts, self.carry, self.xs = split_scan(eqn, eqn.invars)
@@ -118,25 +105,24 @@ class _Scan:
         n_carry = len(self.carry)
         self.ys, self.body_ys = eqn.outvars[n_carry:], self.body.outvars[n_carry:]
 
-    def replace(self, consts, xs, body_consts, body_xs, first, names, more_consts, ys):
-        """Build a scan with other operands, more equations, and the same carry.
+    def replace(
+        self,
+        consts: Sequence[Atom],
+        xs: Sequence[Atom],
+        body_consts: Sequence[Var],
+        body_xs: Sequence[Var],
+        first: Sequence[Eqn],
+        names: dict[Var, Var],
+        more_consts: dict[Var, Any],
+        ys: Sequence[tuple[Var, Atom]],
+    ) -> tuple[Eqn, InlinedJaxpr]:
+        """Build a scan and its body, with other operands and more equations.
 
-        The old scan and body are not modified.
-
-        Args:
-          consts: The variables that are constants of the new scan.
-          xs: The variables that are its stacks.
-          body_consts: The arguments of the new body for `consts`.
-          body_xs: The arguments of the new body for one step of `xs`.
-          first: Equations that the new body has before those of the old one.
-          names: A dict from each variable that was an argument of the old body, and is
-            none of the new one, to the variable of the new body that replaces it.
-          more_consts: A dict from each constant that `first` uses, and that the old
-            body may lack, to its value.
-          ys: Pairs of a stacked result of the new scan and its variable in the body.
-
-        Returns:
-          `(scan, body)`: the new equation, and its body as an `InlinedJaxpr`.
+        The carry stays the same. The new body has the equations `first` before the old
+        ones; `more_consts` has the values of constants that these use, and that the old
+        body may lack. `names` has for each argument of the old body that is none of the
+        new one the variable of the new body that replaces it. `ys` are pairs of a
+        stacked result and its variable in the body.
         """
         n_carry = len(self.carry)
         eqn = self.eqn.replace(
@@ -174,19 +160,15 @@ class _Scan:
 class _ScanPair:
     """A forward scan, and the backward scans over its stacked partitioned results.
 
-    Args:
-      kinds: The kind of each variable, with the inlined jaxpr as `kinds.program`.
-      eqn: The forward scan, an equation of this jaxpr.
-
     Attributes:
       residuals: For each stacked result that backward scans can rematerialize, its
-        variable in the forward body; {} if there is none.
+        variable in the forward body.
       stacks: For each variable of the forward body of which the rewritten forward scan
         stacks the values in place of residuals, the variable of the stack; set by
         `rewritten`.
     """
 
-    def __init__(self, kinds: Environment, eqn):
+    def __init__(self, kinds: Environment, eqn: Eqn):
         self.program, self.forward = kinds.program, _Scan(kinds.program, eqn)
         self.body_kinds = kinds.loops[eqn].bodies[0]
         self.definition = definitions(self.forward.body.eqns)
@@ -199,14 +181,11 @@ class _ScanPair:
             if self._backward_slice([inner]) is not None:
                 self.residuals[outer] = inner
 
-    def _only_scanned(self, var) -> bool:
+    def _only_scanned(self, var: Var) -> bool:
         """Whether a stack is used, and only as a stack of scans of the same length.
 
         False if it is a result of the program, a constant or an initial carried value
         of a scan, or an operand of any other equation.
-
-        Args:
-          var: A stacked result of the forward scan.
         """
         # A result of the program must be stacked anyway.
         if var in self.program.outvars:
@@ -222,31 +201,26 @@ class _ScanPair:
             for e in users
         )
 
-    def _backward_slice(self, roots: list) -> tuple[list, list] | None:
+    def _backward_slice(self, roots: list[Var]) -> tuple[list[Eqn], list[Var]] | None:
         """Find the forward body's equations that a backward scan may rematerialize.
 
-        Args:
-          roots: The variables of the forward body to rematerialize.
+        They compute the roots, and are in the order of the body. They are returned with
+        the variables of the body from which they start, without its constants: its
+        arguments, and results of communication. None in each of these cases:
 
-        Returns:
-          `(eqns, starts)`: the equations that compute the roots, in the order of the
-          body, and the variables of the body from which they start, without its
-          constants: its arguments, and results of communication. None in each of these
-          cases:
-
-          * an equation with effects would run twice;
-          * a bitwise-observable variable would be rematerialized: the program may
-            compare its exact bits;
-          * a start is partitioned, and is carried or is a result of communication.
+        * an equation with effects would run twice;
+        * a bitwise-observable variable would be rematerialized: the program may
+          compare its exact bits;
+        * a start is partitioned, and is carried or is a result of communication.
         """
         body = self.forward.body
 
-        def communicates(eqn) -> bool:
+        def communicates(eqn: Eqn) -> bool:
             kinds = self.body_kinds
             combines = is_reduction(eqn, kinds) or is_fold(eqn, kinds)
             return combines or kinds.is_loop(eqn)
 
-        def is_pure(var, eqn) -> bool:
+        def is_pure(var: Var, eqn: Eqn) -> bool:
             return not (communicates(eqn) or eqn.effects or var in self.observable)
 
         eqns, starts = backward_slice(roots, self.definition, is_pure)
@@ -268,10 +242,6 @@ class _ScanPair:
 
         The forward scan returns, in place of the residuals, stacks of the global values
         from which they are computed. These are recorded in `self.stacks`.
-
-        Returns:
-          A new inlined jaxpr, with other equations for these scans, and the same
-          arguments and results.
         """
         forward = self.forward
         # One slice for all, so that a start that they share is stacked once. It exists:
@@ -310,17 +280,11 @@ class _ScanPair:
                 replaced[id(eqn)] = self._backward(_Scan(self.program, eqn))
         return _replace_scans(self.program, replaced)
 
-    def _backward(self, scan: _Scan) -> tuple[Any, InlinedJaxpr]:
+    def _backward(self, scan: _Scan) -> tuple[Eqn, InlinedJaxpr]:
         """Rewrite a backward scan: each step first rematerializes its residuals.
 
         In place of the residuals, the new scan takes the values from which they are
         computed. `self.stacks` must be set, as `rewritten` does.
-
-        Args:
-          scan: A scan that has residuals among its stacks `xs`.
-
-        Returns:
-          `(scan, body)`: the new equation, and its body as an `InlinedJaxpr`.
         """
         scanned = list(zip(scan.xs, scan.body_xs, strict=True))
         roots = {b: self.residuals[x] for x, b in scanned if x in self.residuals}
@@ -353,16 +317,9 @@ def _sink(kinds: Environment, scan: _Scan) -> InlinedJaxpr | None:
     """Move the cheap equations that compute a scan's partitioned constants into it.
 
     A constant is then rematerialized in each step, and not live during the whole loop.
-
-    Args:
-      kinds: The kind of each variable, with the inlined jaxpr as `kinds.program`.
-      scan: A scan of this jaxpr.
-
-    Returns:
-      A new inlined jaxpr with the rewritten scan, and without equations that are dead
-      then. None if there is no constant to move: one that is partitioned along axis 0,
-      the result of an equation that costs little compared with the memory of its result
-      (`_is_cheap`), and not bitwise-observable (the program may compare its bits).
+    None if there is no constant to move: one that is partitioned along axis 0, the
+    result of a cheap equation (`_is_cheap`), and not bitwise-observable (the program
+    may compare its bits).
     """
     program = kinds.program
     # An observable variable has no definition here: the slice starts from it.
@@ -409,13 +366,12 @@ _EXPENSIVE = frozenset(
 )
 
 
-def _is_cheap(eqn) -> bool:
+def _is_cheap(eqn: Eqn) -> bool:
     """Whether an equation may be evaluated in each step of a loop, to save memory.
 
     It has no effects, and costs little compared with the memory of its result: it is a
     `broadcast`, `scatter`, `partition_index` or `iota`, or any primitive with an
-    unbatching rule, unless its name is in `_EXPENSIVE`, as those of `dot_general`, of
-    convolutions and of decompositions of matrices are. A `map_fn` or `jit` is cheap if
+    unbatching rule, unless its name is in `_EXPENSIVE`. A `map_fn` or `jit` is cheap if
     all equations of its jaxpr are.
     """
     name = eqn.primitive.name
@@ -429,16 +385,12 @@ def _is_cheap(eqn) -> bool:
     )
 
 
-def _replace_scans(program: InlinedJaxpr, replaced: dict[int, tuple]) -> InlinedJaxpr:
+def _replace_scans(
+    program: InlinedJaxpr, replaced: dict[int, tuple[Eqn, InlinedJaxpr]]
+) -> InlinedJaxpr:
     """Replace scans of an inlined jaxpr, and remove equations that are dead then.
 
-    Args:
-      program: The inlined jaxpr.
-      replaced: A dict from the `id` of each old scan equation to `(new scan, its
-        body)`, an equation and an `InlinedJaxpr`.
-
-    Returns:
-      The new inlined jaxpr, with the same arguments and results.
+    `replaced` has for the `id` of each old scan equation the new one and its body.
     """
     eqns, bodies = [], {}
     for eqn in program.eqns:

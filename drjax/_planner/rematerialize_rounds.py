@@ -18,11 +18,12 @@ twice. Sharp edges: the stage of a later round may contain all local work of an 
 one; without rematerialization, its results are saved for all groups instead.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from drjax import primitives
+from drjax._compat.types import Eqn, Var
 from drjax._jaxprs.walk import variables
 from drjax._planner.bitwise_observable import bitwise_observable
 from drjax._planner.fences import fence_p
@@ -91,17 +92,9 @@ class LocalStageParts:
 class LocalWork:
     """What the local stages of all rounds compute, by liveness across rounds.
 
-    Args:
-      kinds: The kind of each variable, with the inlined jaxpr as `kinds.program`.
-      rounds: The assignment of its equations to rounds.
-      values: How a local stage obtains each operand of an equation.
-      result_kinds: For each result of the program the kind that it must have.
-      rematerialize: Whether a round rematerializes the results of earlier rounds that
-        it needs, instead of each group saving them.
-
-    Attributes:
-      num_rounds: The number of rounds, up to the last that communicates or has a local
-        stage.
+    `rematerialize` says whether a round rematerializes the results of earlier rounds
+    that it needs, instead of each group saving them. `num_rounds` counts the rounds up
+    to the last that communicates or has a local stage.
     """
 
     def __init__(
@@ -141,14 +134,7 @@ class LocalWork:
         self._last_use = {v: i for i in indices for v in self._live_into_round(i)}
 
     def parts(self, index: int) -> LocalStageParts:
-        """Return what the local stage of a round takes, computes and returns.
-
-        The local stage is the work of one group in the round, between what it receives
-        and what it sends.
-
-        Args:
-          index: The index of the round, from 0.
-        """
+        """Return what the local stage of a round takes, computes and returns."""
         equations, computed = self._equations[index], self._computed[index]
         leaving, is_slice = self._leaving[index], self._values.is_slice
         outgoing = [x for x in leaving if not is_slice(*x)]
@@ -198,15 +184,10 @@ class LocalWork:
                 indices.append(rounds.round_of(var))
         return 1 + max(indices, default=-1)
 
-    def _equations_of_round(self, index: int) -> list[Any]:
+    def _equations_of_round(self, index: int) -> list[Eqn]:
         """List the equations of a round's local stage, rematerialized ones included.
 
-        Args:
-          index: The index of the round, from 0.
-
-        Returns:
-          Its equations on partitioned values, and those of earlier rounds that it
-          rematerializes, in the order of the program.
+        They are in the order of the program.
         """
         eqns = [e for e in self._rounds.local.get(index, ()) if _is_work(e)]
         if not self._rematerialize:
@@ -227,12 +208,12 @@ class LocalWork:
         # In the order of the program, as definitions must precede uses.
         return sorted(work.values(), key=lambda e: self._order[id(e)])
 
-    def _may_rematerialize(self, var) -> bool:
+    def _may_rematerialize(self, var: Var) -> bool:
         """Whether a later round may rematerialize the slices of a partitioned variable.
 
         It may unless the variable is an argument, bitwise-observable (the program may
-        compare its exact bits), or the result of an equation with effects, of a move
-        between groups or of a loop.
+        compare its exact bits), an operand of a fence, or the result of an equation
+        with effects, of a move between groups or of a loop.
         """
         # Arguments have no definition, effects run once, and others communicate.
         eqn = self._values.definition.get(var)
@@ -242,18 +223,12 @@ class LocalWork:
             return False
         return not _gives_slices(eqn, self._kinds)
 
-    def _computed_in_round(self, index: int) -> dict[Any, None]:
+    def _computed_in_round(self, index: int) -> dict[Var, None]:
         """List the variables that a round's local stage computes, in program order.
 
         An equation with several results may be rematerialized for one of them while
         another is bitwise-observable (the program may compare its exact bits). That
         result is not computed a second time, but read from the round that computed it.
-
-        Args:
-          index: The index of the round, from 0.
-
-        Returns:
-          A dict, as an ordered set: its keys are the variables, its values None.
         """
         results = (v for eqn in self._equations[index] for v in eqn.outvars)
         return dict.fromkeys(
@@ -262,35 +237,25 @@ class LocalWork:
             if v not in self._observable or self._rounds.round_of(v) == index
         )
 
-    def _live_into_round(self, index: int) -> set[Any]:
+    def _live_into_round(self, index: int) -> set[Var]:
         """Collect the partitioned variables whose slices a round reads as inputs.
 
         They are operands of its equations, and what reductions, folds, moves, loops and
         results of the program take after it, without the variables that the round
         computes itself. So they are arguments of the program or results of earlier
         rounds.
-
-        Args:
-          index: The index of the round, from 0.
-
-        Returns:
-          A new set of variables.
         """
         operands = [x for e in self._equations[index] for x in self._values.operands(e)]
         needed = {x.var for x in operands if isinstance(x, SliceOperand)}
         needed |= self._leaving_slices[index].keys()
         return needed - self._computed[index].keys()
 
-    def _is_saved(self, var, index: int) -> bool:
+    def _is_saved(self, var: Var, index: int) -> bool:
         """Whether a local stage returns the slices of a variable that it computes.
 
         It does if a reduction, a fold, a move, a loop or a result of the program takes
         them after the round, or if the round defines the variable and a later one reads
         it. A round that only rematerializes it does not.
-
-        Args:
-          var: The variable.
-          index: The index of the round, from 0.
         """
         # Leaving slices are outputs under their own name: no copy is made.
         if var in self._leaving_slices[index]:
@@ -303,23 +268,14 @@ class LocalWork:
 def _leaving(
     kinds: Environment,
     rounds: RoundAssignment,
-    results: Sequence[tuple[Any, Kind]],
+    results: Sequence[tuple[Var, Kind]],
     index: int,
-) -> list[tuple[Any, int]]:
-    """List the values that leave the groups after the local stage of a round.
+) -> list[tuple[Var, int]]:
+    """List the values, with group axes, that leave the groups after a local stage.
 
     They are operands of the reductions, folds, moves and loops after the round, and
-    partitioned results of the program.
-
-    Args:
-      kinds: The kinds of the variables; `kinds.loops` has those of loops' operands.
-      rounds: The assignment of equations to rounds, with their communication.
-      results: Each result of the program with the kind that it must have.
-      index: The index of the round, from 0.
-
-    Returns:
-      Pairs `(variable, group axis)`, each once. The variable may be global; then each
-      group returns its slice or copy of it.
+    partitioned results of the program, each once. A variable may be global; then each
+    group returns its slice or copy of it.
     """
     # A reduction takes groups along axis 0. Its operand may be global: then each group
     # sends its slice of it, or its copy of a broadcast.
@@ -344,20 +300,16 @@ def _leaving(
     return _unique(leaving)
 
 
-def _gives_slices(eqn, kinds: Environment) -> bool:
+def _gives_slices(eqn: Eqn, kinds: Environment) -> bool:
     """Whether communication, not a local stage, gives the results of an equation.
 
     True for a move of slices between groups, and for a loop of rounds. Groups get the
     slices of its results after the round, and cannot rematerialize them.
-
-    Args:
-      eqn: The equation, of any primitive.
-      kinds: The kinds of the variables of the program that contains it.
     """
     return is_move(eqn, kinds) or kinds.is_loop(eqn)
 
 
-def _is_work(eqn) -> bool:
+def _is_work(eqn: Eqn) -> bool:
     """Whether an equation on partitioned values is computed by a local stage.
 
     Not a broadcast, scatter or `partition_index`: these are inputs of stages.
@@ -365,6 +317,6 @@ def _is_work(eqn) -> bool:
     return eqn.primitive not in _INPUTS_OF_STAGES
 
 
-def _unique(items) -> list:
+def _unique(items: Iterable[Any]) -> list[Any]:
     """Return a list of hashable items without repetitions, by first occurrence."""
     return list(dict.fromkeys(items))

@@ -15,6 +15,7 @@ factor that is known to be constant.
 
 from collections.abc import Sequence
 
+from drjax._compat.types import Atom, Eqn
 from drjax._errors import PlanError
 from drjax._jaxprs.provenance import source_line
 from drjax._jaxprs.walk import split_scan, split_while
@@ -53,7 +54,7 @@ def _rewrite(kinds: Environment, demands: Sequence[int]) -> Rewritten:
     inherited = dict(zip(program.invars, demands, strict=True))
     eqns, bodies, changed = [], dict(program.known_bodies), False
 
-    def demand(atom) -> int:
+    def demand(atom: Atom) -> int:
         # A literal has none, and that on a value ends where it becomes global.
         return inherited.get(atom, 0) if kinds.cell(atom).partitioned else 0
 
@@ -86,13 +87,13 @@ def _rewrite(kinds: Environment, demands: Sequence[int]) -> Rewritten:
     return program.rewritten(eqns, bodies), outs
 
 
-def _reveals(kinds: Environment, eqn) -> bool:
+def _reveals(kinds: Environment, eqn: Eqn) -> bool:
     """Whether an equation makes a global value of slices."""
     return not any(kinds[v].partitioned for v in eqn.outvars)
 
 
 def _rewrite_loop(
-    kinds: Environment, eqn, operands: list[int]
+    kinds: Environment, eqn: Eqn, operands: list[int]
 ) -> tuple[list[InlinedJaxpr | None], list[int]]:
     """Rewrite the bodies of a loop; return them, and the demands on its results."""
     bodies, name = kinds.loops[eqn].bodies, eqn.primitive.name

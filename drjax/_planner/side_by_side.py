@@ -31,6 +31,7 @@ from typing import Any
 from jax.extend.core import Primitive
 
 from drjax import _compat
+from drjax._compat.types import Eqn, Var
 from drjax._jaxprs.walk import variables
 from drjax._partition import Partition
 from drjax._planner.inline import BLOCKS, CONTROL, InlinedJaxpr, uses_blocks
@@ -47,36 +48,20 @@ def separate(
     """Move the building blocks of other partitions to bodies of `program` equations.
 
     A `program` equation is one whose body has a plan of its own, over another
-    partition; its operands and results are global values of the plan.
-
-    Args:
-      program: The inlined jaxpr. It is not modified.
-      own: The partition of the plan.
-      others: The other partitions.
-
-    Returns:
-      An inlined jaxpr with the same arguments and results.
+    partition; its operands and results are global values of the plan, which is over
+    `own`.
     """
     return _separate_with_slices(program, own, [*others], set())
 
 
 def _separate_with_slices(
-    program: InlinedJaxpr, own, others: list, slices: set
+    program: InlinedJaxpr, own: Partition, others: list[Partition], slices: set[Var]
 ) -> InlinedJaxpr:
     """Move blocks of other partitions to bodies, in a program or in the body of a loop.
 
-    Args:
-      program: The inlined jaxpr. It is not modified.
-      own: The partition of the plan.
-      others: The other partitions. For each in turn, its building blocks move to bodies
-        of `program` equations, which run a plan over it.
-      slices: The arguments of the body of a loop that may be partitioned over `own`.
-        Equations without building blocks that take them stay outside of the new bodies,
-        which take global values. The empty set for a whole program.
-
-    Returns:
-      An inlined jaxpr with the same arguments and results, and no building blocks over
-      `others` outside of the bodies of `program` equations.
+    `slices` are the arguments of the body of a loop that may be partitioned over `own`.
+    Equations without building blocks that take them stay outside of the new bodies,
+    which take global values.
     """
     for other in others:
         program = _Separation(program, own, other, others, slices).result()
@@ -89,17 +74,18 @@ class _Separation:
     Equations are numbered by stages: the least numbers that do not decrease from an
     operand's definition to its use, odd for what goes to a body over the other
     partition, even for all else. Each odd stage becomes one `program` equation, which
-    runs its equations as a plan over the other partition.
-
-    Args:
-      program: The inlined jaxpr.
-      own: The partition of the plan.
-      other: The partition whose blocks are moved to bodies.
-      others: All partitions but the plan's own.
-      slices: The arguments that may be partitioned over `own`. The set is copied.
+    runs its equations as a plan over the other partition. `others` are all partitions
+    but the plan's own, and `slices` the arguments that may be partitioned over `own`.
     """
 
-    def __init__(self, program: InlinedJaxpr, own, other, others, slices: set):
+    def __init__(
+        self,
+        program: InlinedJaxpr,
+        own: Partition,
+        other: Partition,
+        others: list[Partition],
+        slices: set[Var],
+    ):
         self.program, self.own, self.other = program, own, other
         self.partitions = [own, *others]
         # The variables that may have slices of the plan's partition. A body takes
@@ -111,10 +97,6 @@ class _Separation:
 
     def result(self) -> InlinedJaxpr:
         """Build the inlined jaxpr with one `program` equation for each odd stage.
-
-        `self.stages` has the number of each equation's stage. It is odd for building
-        blocks over the other partition and the equations between them, which become the
-        body of a `program` equation, and even for all others.
 
         Equations are in the order of their stages, and keep their order within an even
         stage. A loop with blocks of the other partition stays, with rewritten bodies,
@@ -142,7 +124,7 @@ class _Separation:
             program.invars, eqns, program.outvars, program.consts, bodies
         )
 
-    def _partitions_used(self, eqn) -> set[Partition]:
+    def _partitions_used(self, eqn: Eqn) -> set[Partition]:
         """Return the partitions whose building blocks an equation binds, at any depth.
 
         The plan's own partition is added for a loop that takes its slices and binds
@@ -150,12 +132,6 @@ class _Separation:
 
         Side effect: the results of `eqn` that may be slices of the plan's own partition
         are added to `self.slices`. So call it once for each equation, in order.
-
-        Args:
-          eqn: The equation, of any primitive.
-
-        Returns:
-          A set of partitions; empty for an equation without building blocks.
         """
         used, kinds = self._used_by(eqn), signature(eqn.primitive)
         takes = any(v in self.slices for v in variables(eqn.invars))
@@ -170,20 +146,12 @@ class _Separation:
             self.slices.update(eqn.outvars)
         return used
 
-    def _slices_in(self, eqn, body: InlinedJaxpr) -> set[Any]:
+    def _slices_in(self, eqn: Eqn, body: InlinedJaxpr) -> set[Var]:
         """Return the arguments of a loop's body that may be partitioned over `own`.
 
-        An operand of the loop may be partitioned over `self.own`, the plan's partition,
-        if it is in `self.slices`. Of a `cond`, the arguments are those for such
-        operands. Of a `scan` or `while` they are all arguments, if there is such an
-        operand, as it may make any carried value partitioned.
-
-        Args:
-          eqn: The loop: a `scan`, `while` or `cond`.
-          body: One of its bodies, whose arguments are those of the branch or step.
-
-        Returns:
-          A set of variables of `body`; empty if there is no such operand.
+        Of a `cond`, they are those for operands in `self.slices`. Of a `scan` or
+        `while` they are all arguments, if there is such an operand, as it may make any
+        carried value partitioned.
         """
         if eqn.primitive.name == "cond":
             pairs = zip(eqn.invars[1:], body.invars, strict=True)
@@ -191,14 +159,11 @@ class _Separation:
         takes = any(v in self.slices for v in variables(eqn.invars))
         return {*body.invars} if takes else set()
 
-    def _used_by(self, eqn) -> set[Partition]:
+    def _used_by(self, eqn: Eqn) -> set[Partition]:
         """Return the partitions whose building blocks an equation binds, at any depth.
 
-        Of a `program` equation that is the partition of its body; of an equation
-        without building blocks, an empty set. Mapped functions are not entered.
-
-        Args:
-          eqn: The equation, of any primitive.
+        Of a `program` equation that is the partition of its body. Mapped functions are
+        not entered.
         """
         if eqn.primitive in BLOCKS:
             return {*partitions_of(eqn)}
@@ -217,9 +182,6 @@ class _Separation:
         on one, are needed by another, and take no slices of `self.own`. Such an
         equation has the least odd number that is no less than the numbers of its
         operands' definitions; any other equation has the least even one, from 0 on.
-
-        Returns:
-          A number for each equation of `self.program.eqns`, in order.
         """
         eqns = self.program.eqns
         blocks = [self.other in used and self.own not in used for used in self.used]
@@ -244,22 +206,17 @@ class _Separation:
             stage_of.update(dict.fromkeys(eqn.outvars, stages[-1]))
         return stages
 
-    def _body(self, stage: int, members: list, bodies: dict):
+    def _body(
+        self,
+        stage: int,
+        members: list[Eqn],
+        bodies: dict[Eqn, tuple[InlinedJaxpr, ...]],
+    ) -> Eqn:
         """Make the `program` equation that replaces the equations of an odd stage.
 
-        These are the building blocks over `self.other`, and equations between them,
-        with the same odd number in `self.stages`. They become the body of the new
-        equation, an inlined jaxpr, which is planned over `self.other`.
-
-        Args:
-          stage: The number of the stage, odd.
-          members: Its equations, in order.
-          bodies: A dict from each loop or `program` equation to its bodies; the new
-            equation is added.
-
-        Returns:
-          The equation. It takes what `members` take from outside, and returns those of
-          their results that other equations or the program's results use.
+        It takes what `members` take from outside, and returns those of their results
+        that other equations or the program's results use. Its body is added to
+        `bodies`.
         """
         defined = {v for eqn in members for v in eqn.outvars}
         taken = dict.fromkeys(v for eqn in members for v in variables(eqn.invars))
