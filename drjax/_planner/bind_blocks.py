@@ -112,7 +112,7 @@ def put_add(
 ) -> PartitionedArray:
     """Bind `put_add_p`: the slice of group j is added to that of group `index[j]`.
 
-    With n, the slice is dropped. A group that was sent none gets zeros.
+    The index n drops the slice. A group that was sent none gets zeros.
     """
     return put_add_p.bind(x, index, partition=partition, mesh=None)
 

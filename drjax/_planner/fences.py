@@ -11,15 +11,12 @@ Sharp edges: the primitive stands in jaxprs of the planner alone; its `bind` wri
 `optimization_barrier` again. A barrier of one operand orders nothing: it is dropped.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jax import lax
 from jax.extend.core import Primitive
 
 from drjax._compat.types import Array, Eqn, Var
-
-if TYPE_CHECKING:
-    from drjax._planner.partitioning.environment import Environment
 
 
 class Fence(Primitive):
@@ -38,8 +35,11 @@ def as_fence(eqn: Eqn) -> Eqn:
     return eqn.replace(primitive=fence_p, params={"after": ()})
 
 
-def split_fence(eqn: Eqn, kinds: "Environment") -> list[Eqn] | None:
-    """Split a fence of global and partitioned values; None if all are of one kind."""
+def split_fence(eqn: Eqn, kinds: Any) -> list[Eqn] | None:
+    """Split a fence of global and partitioned values; None if all are of one kind.
+
+    `kinds` is an `Environment`, whose module must not be imported here.
+    """
     pairs = [*zip(eqn.invars, eqn.outvars, strict=True)]
     of_groups = [(x, y) for x, y in pairs if kinds[x].partitioned]
     of_server = [(x, y) for x, y in pairs if not kinds[x].partitioned]

@@ -53,7 +53,8 @@ class ImplicitCommunication:
     """The communication that an equation implies, as a function that replaces it.
 
     Attributes:
-      fn: Computes the results of the equation with building blocks.
+      fn: `fn(partition, *operands)` computes the results of the equation, one array or
+        a list, with building blocks.
       in_axes: For each operand the group axis along which `fn` takes it partitioned, so
         that a global operand is scattered; None: `fn` takes it as a global value.
       out_axes: For each result its group axis, None if it is global; (): all are

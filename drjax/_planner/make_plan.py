@@ -375,7 +375,7 @@ def _declared_kinds(
         partitioned = tuple(partitioned)
     kinds = {True: PARTITIONED, False: GLOBAL, None: _INFERRED}
 
-    def kind(leaf: bool | None) -> Any:
+    def kind(leaf: bool | None) -> object:
         if leaf is None or isinstance(leaf, bool | np.bool_):
             return kinds[leaf]
         raise ValueError(f"{leaf!r} is no bool.")

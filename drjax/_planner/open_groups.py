@@ -21,7 +21,7 @@ dictionary is found by none of its numbers.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from drjax import _compat
-from drjax._compat.types import Atom, ClosedJaxpr, Eqn, OpenJaxpr, PyTree
+from drjax._compat.types import Atom, Aval, ClosedJaxpr, Eqn, OpenJaxpr, PyTree
 from drjax._context import resized
 from drjax._errors import PlanError
 from drjax._jaxprs.prng_keys import to_raw
@@ -244,7 +244,7 @@ def _comparison_keys(
     numbers: dict[Any, int] = {}
     inside = _compat.open_jaxpr(jaxpr)
 
-    def atom(x: Atom) -> Any:
+    def atom(x: Atom) -> tuple[Hashable, Aval]:
         if isinstance(x, Literal):
             return _array_key(x.val), x.aval
         return numbers.setdefault(x, len(numbers)), x.aval
@@ -261,6 +261,6 @@ def _comparison_keys(
     yield None, [atom(v) for v in inside.outvars]
 
 
-def _array_key(x: Any) -> Any:
+def _array_key(x: Any) -> Hashable:
     """Return a hashable key of a number, or of an array: its dtype, shape and bits."""
     return value_key(np.asarray(to_raw(x)) if hasattr(x, "dtype") else x, lambda _: ())

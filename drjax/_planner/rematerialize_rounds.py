@@ -20,7 +20,7 @@ one; without rematerialization, its results are saved for all groups instead.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from drjax import primitives
 from drjax._compat.types import Eqn, Var
@@ -44,6 +44,8 @@ from drjax._planner.stage_values import (
     StageValues,
 )
 from drjax._primitives.routes import partitions_of
+
+T = TypeVar("T")
 
 # These equations are communication down or an index: inputs of a stage, not its work.
 _INPUTS_OF_STAGES = (
@@ -317,6 +319,6 @@ def _is_work(eqn: Eqn) -> bool:
     return eqn.primitive not in _INPUTS_OF_STAGES
 
 
-def _unique(items: Iterable[Any]) -> list[Any]:
+def _unique(items: Iterable[T]) -> list[T]:
     """Return a list of hashable items without repetitions, by first occurrence."""
     return list(dict.fromkeys(items))

@@ -144,7 +144,7 @@ def _written(eqn: Eqn, pieces: _Pieces) -> list[Eqn]:
 
 
 def _add_to_sum(
-    eqn: Eqn, known: dict, sums: dict[Var, tuple[_Pieces, Atom]]
+    eqn: Eqn, known: dict[Var, _Pieces], sums: dict[Var, tuple[_Pieces, Atom]]
 ) -> list[Eqn]:
     """Record a sum of pieces and another array; add up pieces that complete a rotation.
 
@@ -217,7 +217,7 @@ def _merged(segments: Sequence[Segment]) -> tuple[Segment, ...]:
 # the variables defined so far.
 
 
-def _pieces_of(var: Atom, dimension: int, known: dict) -> _Pieces | None:
+def _pieces_of(var: Atom, dimension: int, known: dict[Var, _Pieces]) -> _Pieces | None:
     """Return the operand of a slice or split as pieces along a dimension.
 
     If no pieces of it are known, it is one piece of itself. None if its known pieces
@@ -232,7 +232,7 @@ def _pieces_of(var: Atom, dimension: int, known: dict) -> _Pieces | None:
     return pieces if pieces.position == dimension else None
 
 
-def _pieces_of_all(atoms: Sequence[Atom], known: dict) -> list[_Pieces]:
+def _pieces_of_all(atoms: Sequence[Atom], known: dict[Var, _Pieces]) -> list[_Pieces]:
     """Return the operands of a concatenation or a sum as pieces of one array.
 
     The list has the pieces of each operand; [] unless all have pieces of the same array

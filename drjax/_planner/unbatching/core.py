@@ -14,13 +14,14 @@ an operand an axis that was None: inference then demands it partitioned.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from jax import lax
 
 from drjax import _compat
 from drjax._compat.types import Array, Eqn, Params
 
+T = TypeVar("T")
 # The group axis of each operand; None: it is not partitioned.
 Axes = Sequence[int | None]
 # From the equation and the group axis of its one operand to the group axis of its
@@ -86,7 +87,7 @@ def without(axis: int, dims: Sequence[int]) -> tuple[int, ...]:
     return tuple(d - (d > axis) for d in dims)
 
 
-def drop(axis: int, values: Sequence[Any]) -> tuple[Any, ...]:
+def drop(axis: int, values: Sequence[T]) -> tuple[T, ...]:
     """Return `values` without the entry at position `axis`, as a tuple."""
     return (*values[:axis], *values[axis + 1 :])
 

@@ -168,7 +168,7 @@ def _rewrite(eqn: Eqn, known: KnownIntegers) -> list[Eqn]:
     return [*more, eqn.replace(invars=ins, params=params)]
 
 
-def _columns(indices: Var, known: KnownIntegers) -> list[Any] | None:
+def _columns(indices: Var, known: KnownIntegers) -> list[Atom | np.ndarray] | None:
     """Divide indices `[..., k]` into k columns `[..., 1]`, one for each dimension.
 
     A column is a variable, an operand of the `concatenate` that defines `indices`; or,
