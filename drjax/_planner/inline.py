@@ -258,7 +258,7 @@ def _share_gathers(
 ) -> tuple[list[Eqn], list[Atom]]:
     """Merge equations that gather the slices of the same variable into one.
 
-    The new equations and results are returned. Without it, a value would be
+    The new equations and results are returned. Without this, a value would be
     communicated several times: `inline_calls` replaces `reduce_columns`, and
     derivatives of `reduce`, by a gather and work of the server.
     """
