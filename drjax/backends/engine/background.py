@@ -17,17 +17,8 @@ from typing import Any
 class Background:
     """Runs functions in threads, so that the caller can poll for slow results.
 
-    Each call has a key, and at most one call with a key runs at a time. A call that is
-    not done within `patience` seconds continues in its thread.
-
-    Args:
-      patience: How many seconds `result` waits for a call that it has just started. It
-        does not wait for a call that was running before.
-
-    Example:
-      >>> from drjax.backends.engine.background import Background
-      >>> Background(patience=10.0).result("key", lambda: 5)
-      5
+    At most one call with a key runs at a time. A call that is not done within
+    `patience` seconds continues in its thread.
     """
 
     def __init__(self, patience: float):
@@ -37,17 +28,9 @@ class Background:
     def result(self, key: str, fn: Callable[[], Any]) -> Any:
         """Start the call with this key, unless it runs; return its result if done.
 
-        Args:
-          key: Text that identifies the call.
-          fn: A function without arguments, to call in a thread. It is not used if the
-            call with this key was started before and its result was not returned yet.
-
-        Returns:
-          What the function returned, which is then forgotten; None if it is still
-          running. In that case call `result` again with the same key.
-
-        Raises:
-          BaseException: Whatever the function raised.
+        A result is returned, or what the function raised is raised, once, and then
+        forgotten. None if the call still runs: then call `result` again with the same
+        key; `fn` is not used then. Only a call that was just started is waited for.
         """
         # A call that runs already was waited for: now it is only looked at.
         patience, future = 0.0, self._running.pop(key, None)
@@ -62,7 +45,7 @@ class Background:
         return None
 
     def forget(self, key: str) -> None:
-        """Discard the call with this key, if there is one: its result is not needed.
+        """Discard the call with this key, if any.
 
         Its thread runs until the function returns.
         """
@@ -70,12 +53,7 @@ class Background:
 
 
 def _resolve(future: futures.Future, fn: Callable[[], Any]) -> None:
-    """Set the result of a future to `fn()`, or its exception to what `fn()` raises.
-
-    Args:
-      future: A future that is not done.
-      fn: A function without arguments.
-    """
+    """Set the result of a future to `fn()`, or its exception to what `fn()` raises."""
     try:
         future.set_result(fn())
     # Also SystemExit: it would end this thread without a result for the caller.

@@ -16,7 +16,6 @@ of devices: the numbers of an engine and of a mesh differ by both errors.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -26,12 +25,11 @@ from drjax.plan import Reduce, Wire
 
 @dataclass(frozen=True, eq=False)  # of arrays
 class EncodedPartial:
-    """The partial reduction of a block, encoded.
+    """The partial reduction `[*s]` of a block, encoded.
 
     Attributes:
       codes: Codes and scales, uint8 `[k]`.
-      wire: How the numbers are encoded.
-      shape: The shape `[*s]` of the partial reduction, a tuple of ints.
+      shape: `[*s]`, without the padding of the codes.
     """
 
     codes: np.ndarray
@@ -41,18 +39,10 @@ class EncodedPartial:
 
 def encode_partials(
     reduces: Sequence[Reduce], partials: Sequence[np.ndarray]
-) -> list[Any]:
-    """Encode the partial reductions of a block, where the plan has a `wire` for them.
+) -> list[EncodedPartial | np.ndarray]:
+    """Encode those of a block's partial reductions for which `wire_of` has a `Wire`.
 
-    A secure sum is never encoded: clients mask its numbers as they are.
-
-    Args:
-      reduces: Reductions of the plan, with a `Wire` or None as `Reduce.wire`.
-      partials: The partial reduction of each over the block, arrays `[*s]`.
-
-    Returns:
-      A list parallel to `partials`: an `EncodedPartial` for each reduction that has a
-      `wire` and is no secure sum, else the array as it is.
+    The others are returned as they are, in the order of `reduces`.
     """
     pairs = zip(map(wire_of, reduces), partials, strict=True)
     return [x if wire is None else _encoded(wire, x) for wire, x in pairs]
@@ -61,21 +51,15 @@ def encode_partials(
 def wire_of(reduce: Reduce) -> Wire | None:
     """Return how workers encode the partial reductions of a reduction; None: not.
 
-    It is the `wire` of the reduction. A secure sum is not encoded.
+    A secure sum is never encoded: clients mask its numbers as they are.
     """
     return None if reduce.secure else reduce.wire
 
 
 def _encoded(wire: Wire, x: np.ndarray) -> EncodedPartial:
-    """Encode an array as a partial reduction, in float32.
+    """Encode an array of floats `[*s]` in float32, as a partial reduction.
 
-    Args:
-      wire: How to encode it. Its `block` is how many numbers share a scale:
-        the array is padded with zeros to a multiple.
-      x: The array, floats `[*s]`, which is not changed.
-
-    Returns:
-      The `EncodedPartial`, which has the shape without the padding.
+    It is padded with zeros to a multiple of `wire.block` numbers, which share a scale.
     """
     # Infinities become NaNs, and numbers above float32 infinities, without a warning;
     # a block of zeros has no inverse of its scale.
@@ -86,12 +70,12 @@ def _encoded(wire: Wire, x: np.ndarray) -> EncodedPartial:
 
 
 def fits(x: np.ndarray) -> bool:
-    """Whether an array of floats has only numbers that `wire=` encodes: finite ones."""
+    """Return whether an array of floats has only numbers that `wire=` encodes."""
     with np.errstate(over="ignore"):
         return bool(np.isfinite(x.astype(np.float32)).all())
 
 
-def decoded(partial: Any) -> np.ndarray:
+def decoded(partial: EncodedPartial | np.ndarray) -> np.ndarray:
     """Decode a partial reduction to float32 `[*s]`; an array is returned as it is."""
     if not isinstance(partial, EncodedPartial):
         return np.asarray(partial)

@@ -14,17 +14,10 @@ from drjax._errors import EngineError
 
 
 def needed(module: str, extra: str, what: str) -> Any:
-    """Import and return a module that one of drjax's extras installs.
+    """Import and return `module`, which the extra `extra` of drjax installs.
 
-    Args:
-      module: The name of the module, such as `"pyarrow.parquet"`.
-      extra: The name of the extra, such as `"ray"`.
-      what: What needs the module, as the subject of the error message.
-
-    Raises:
-      EngineError: The module is not installed. The message has the command to install
-        it.
-      ImportError: The module is installed but cannot be imported.
+    If it is not installed, raise an `EngineError` with `what` as its subject, and the
+    command to install it.
     """
     try:
         return importlib.import_module(module)

@@ -17,25 +17,22 @@ from drjax.backends.groups import Lazy
 
 
 class CheckpointedSteps(_python_loops.Steps):
-    """Loads and saves the progress of a loop as an entry of the checkpoint.
+    """Loads and saves the progress of a loop as one entry of the checkpoint of a call.
 
-    The progress is the number of steps done, the carried values, and the values that a
-    scan stacks. A carried `Lazy`, a value whose slices are read later, is saved without
-    its slices: as the input of the loop that it is a step of, and its current steps.
+    The entry is an int array `[done, k, m, *lazy]`, then the k carried values, then for
+    each of the `done` steps the m values that a scan stacks. A carried `Lazy`, a value
+    whose slices are read later, is saved without its slices, as what `_origin` returns;
+    `lazy` has the positions of these among the carried values.
 
-    Args:
-      saved: The checkpoint of the call.
-      key: The key of the entry: the location of the loop, such as `2.scan` for the loop
-        `scan` in round 2.
-      inputs: The inputs of the loop, arrays or `Lazy`. A carried `Lazy` is one of them,
-        or a step of one.
+    `key` is the location of the loop, such as `2.scan` for the loop `scan` in round 2.
+    A carried `Lazy` must be one of `inputs`, or a step of one.
     """
 
-    def __init__(self, saved: checkpoint.Checkpoint, key: str, inputs: list):
+    def __init__(self, saved: checkpoint.Checkpoint, key: str, inputs: list[Any]):
         self.checkpoint, self.key = saved, key
         self._lazy = [x for x in inputs if isinstance(x, Lazy)]
 
-    def load(self):
+    def load(self) -> tuple[int, list[Any], list[list[Any]]] | None:
         entry = self.checkpoint.get(self.key)
         if entry is None:
             return None
@@ -48,7 +45,7 @@ class CheckpointedSteps(_python_loops.Steps):
         outs = [rest[i * each : (i + 1) * each] for i in range(done)] if each else []
         return done, carry, outs or [[] for _ in range(done)]
 
-    def save(self, done: int, carry: list, outs: list) -> None:
+    def save(self, done: int, carry: list[Any], outs: list[list[Any]]) -> None:
         each = len(outs[0]) if outs else 0
         lazy = [i for i, x in enumerate(carry) if isinstance(x, Lazy)]
         # Entries are lists of arrays, so the counts are an array too.
@@ -62,15 +59,9 @@ class CheckpointedSteps(_python_loops.Steps):
     def _origin(self, x: Lazy) -> np.ndarray:
         """Describe a carried `Lazy` by an int array `[1 + k]`, which is saved instead.
 
-        A `Lazy` stands for slices that are read later. Scans over it index its slices:
-        its `steps` has the current step of each of these k scans.
-
-        Args:
-          x: The `Lazy`: one of the loop's inputs, or a step of one.
-
-        Returns:
-          First the position of that input among those inputs of the loop that are
-          `Lazy`; then `x.steps`, from the outermost scan to the innermost.
+        Its first element is the position among those inputs of the loop that are `Lazy`
+        of the one that `x` is a step of. The others are `x.steps`: the current step of
+        each of the k scans over it, from the outermost to the innermost.
         """
         same = [y.source is x.source and y.leaf == x.leaf for y in self._lazy]
         return np.array([same.index(True), *x.steps])

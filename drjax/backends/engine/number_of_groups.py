@@ -8,6 +8,8 @@ iterable without a length tells no number; and arguments that disagree are refus
 when they are flattened.
 """
 
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -15,21 +17,12 @@ from drjax.backends.groups import Groups
 from drjax.plan import Plan
 
 
-def for_arguments(plan: Plan, args: tuple, kwargs: dict) -> Plan:
+def for_arguments(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     """Return the plan for as many groups as the arguments of a call have.
 
     The first argument that tells the number of groups decides: an array of a
-    partitioned input by its group axis, or a `Groups` whose `count()` is not None. No
-    data is read.
-
-    Args:
-      plan: The plan.
-      args: The positional arguments of the call; some may be `Groups`.
-      kwargs: Its keyword arguments; some may be `Groups`.
-
-    Returns:
-      The plan for that number; `plan` itself if `Plan.open_groups` is false, so that it
-      runs with its own number only, or if no argument tells a number.
+    partitioned input by its group axis, or a `Groups` whose `count()` is not None. If
+    none tells it, or the plan runs with its own number only, `plan` itself is returned.
     """
     if not plan.open_groups:
         return plan

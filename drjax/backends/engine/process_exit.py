@@ -20,13 +20,7 @@ import struct
 
 
 class ListeningProcess:
-    """Watches the process that listens at a Unix socket, to notice that it has ended.
-
-    Args:
-      path: The path of the socket, str. If the system cannot tell which process listens
-        (outside of Linux, or in another container), the process never seems to have
-        ended.
-    """
+    """Watches the process that listens at the Unix socket `path`, to notice its end."""
 
     def __init__(self, path: str):
         self._descriptor: int | None = None
@@ -46,10 +40,9 @@ class ListeningProcess:
             return
 
     def ended(self) -> bool:
-        """Return whether the process has ended; it does not wait.
+        """Return, without waiting, whether the process has ended; a zombie has.
 
-        Also True for a zombie; False if the process cannot be watched, or after
-        `close`.
+        False also if the process cannot be watched, or after `close`.
         """
         if self._descriptor is None:
             return False

@@ -40,7 +40,7 @@ def masks(
 
 
 def _copy(fn: Callable, **names: Any) -> Callable:
-    """Copy a Flower function that looks up these names, to look up others in place."""
+    """Copy a Flower function that looks up `names`, to look up these in their place."""
     if missing := {*names} - {*fn.__code__.co_names}:
         raise EngineError(
             f"This release of Flower draws the masks of secure sums in another way "

@@ -22,17 +22,16 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 _folders = set[Path]()
 
 
 def make() -> Path:
-    """Make a new temporary folder, and return its path.
+    """Make a new temporary folder, which is removed when the process ends.
 
-    The folder is removed when the process ends, also by SIGTERM: if this is the main
-    thread and the signal has its default handler, a handler that raises `SystemExit` is
-    set.
+    In the main thread, if SIGTERM has its default handler, one that raises `SystemExit`
+    is set.
     """
     # Also if there is a folder: another thread may have made it, without a handler.
     if threading.current_thread() is threading.main_thread():
@@ -45,7 +44,7 @@ def make() -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove the folder `path`, which `make` returned, with all files in it.
+    """Remove a folder that `make` returned, with all files in it.
 
     After the last folder, SIGTERM has its default handler again.
     """
@@ -57,19 +56,14 @@ def remove(path: Path) -> None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _exit(number: int, frame: Any) -> None:
-    """Handle SIGTERM: raise `SystemExit`, so that `atexit` removes the folders.
-
-    Args:
-      number: The number of the signal.
-      frame: The frame that was interrupted; it is not used.
-    """
+def _exit(number: int, frame: FrameType | None) -> None:
+    """Handle SIGTERM: raise `SystemExit`, so that `atexit` removes the folders."""
     sys.exit(128 + number)  # as a shell reports a process that a signal ended
 
 
 @atexit.register
 def _remove_all() -> None:
-    """Remove all folders that `make` returned; `atexit` calls it."""
+    """Remove all folders that `make` returned."""
     for path in [*_folders]:
         remove(path)
 

@@ -24,16 +24,10 @@ from drjax.backends.engine.messages import Block, BlockResult
 
 
 def to_bytes(header: dict[str, Any], arrays: list[np.ndarray]) -> bytes:
-    """Serialize a header and arrays to bytes, without pickle.
+    """Serialize a header of JSON data and arrays of any dtype, without pickle.
 
-    Args:
-      header: A dict of JSON data.
-      arrays: Arrays of any dtype, also of those that numpy does not have.
-
-    Returns:
-      Bytes that `from_bytes` reads: the length of the JSON header, 8 bytes in
-      little-endian order; the header, with dtypes and shapes; then the arrays in C
-      order.
+    The format is in the header of this module: the length is little-endian, the arrays
+    are in C order.
     """
     # By name: bfloat16 and the like have no code in numpy's own format.
     kinds = [[str(x.dtype), [*x.shape]] for x in arrays]
@@ -47,14 +41,9 @@ def to_bytes(header: dict[str, Any], arrays: list[np.ndarray]) -> bytes:
 
 
 def from_bytes(data: bytes) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """Deserialize the bytes that `to_bytes` returned; the bytes are trusted.
+    """Deserialize header and arrays from bytes of `to_bytes`, which are trusted.
 
-    Args:
-      data: The bytes.
-
-    Returns:
-      `(header, arrays)`: the dict of JSON data, and the list of arrays, in order, which
-      are read-only views of `data`.
+    The arrays are read-only views of `data`.
     """
     offset = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:offset])
@@ -68,18 +57,12 @@ def from_bytes(data: bytes) -> tuple[dict[str, Any], list[np.ndarray]]:
 
 
 def result_to_bytes(block: Block, result: BlockResult) -> bytes:
-    """Serialize the result of a block, without pickle.
+    """Serialize the group indices and the mask of a block, and its result.
 
-    Args:
-      block: The block, of which the group indices and the mask are included.
-      result: Its result: partial reductions, slices, `failed`, `pid` and `seconds` are
-        included; `piece`, the engine's reference to slices that stay with the workers,
-        is not. Partial reductions that are None are left out: if no group of a block
-        takes part, all are. Of an encoded one the codes are included, uint8 `[k]`: how
-        they are encoded is known from the plan.
-
-    Returns:
-      Bytes that `result_from_bytes` reads.
+    Of the result `piece` is left out, the engine's reference to slices that stay with
+    the workers; and partial reductions that are None, which all are if no group of the
+    block takes part. Of an encoded one the codes are written, uint8 `[k]`: how they are
+    encoded is known from the plan.
     """
     failed = {str(group): why for group, why in result.failed.items()}
     # All or none are None: a block either has a group that takes part or not.
@@ -94,14 +77,10 @@ def result_to_bytes(block: Block, result: BlockResult) -> bytes:
 
 
 def result_from_bytes(data: bytes) -> tuple[Block, BlockResult]:
-    """Deserialize the result of a block from bytes that `result_to_bytes` returned.
+    """Deserialize a block and its result from trusted bytes of `result_to_bytes`.
 
-    The bytes are trusted.
-
-    Returns:
-      `(block, result)`: a `Block` with group indices and mask, but without slices of
-      its inputs; and the `BlockResult`, in which an encoded partial reduction is its
-      codes. Its arrays are read-only views of `data`.
+    The block has no slices of its inputs, an encoded partial reduction is its codes,
+    and arrays are read-only views of `data`.
     """
     header, (groups, valid, *arrays) = from_bytes(data)
     failed = {int(group): why for group, why in header["failed"].items()}
