@@ -31,22 +31,16 @@ def without_slices(
 ) -> tuple[Task, list[int | PiecesOfBlock], list[Any]]:
     """Take the slices out of the block of a task, for `Worker.run`.
 
-    Args:
-      name: The name of the plan file.
-      task: The task, which is not changed.
-      reference: The method `ResidentSlices.reference`. `reference(key, arrays, place)`
-        stores a list of arrays where all workers can read it, and returns a reference
-        to it.
+    The result is `(task, sources, parts)`: a copy of the task with a block without
+    slices, and how to put them together again. `parts` has the slices: lists of arrays,
+    if all arrays of the block together have 8 KiB at most, else references, from the
+    method `ResidentSlices.reference`; and the engine's references to slices that
+    workers have. `sources` says for each partitioned input of the stage, in order,
+    where its slices are: an int is the index in `parts` of a list with one array
+    `[c, ...]`. A `PiecesOfBlock` says that workers have the slices: its `pieces` name
+    indices in `parts` in place of references.
 
-    Returns:
-      `(task, sources, parts)`. `task` is a copy with a block without slices. `parts` is
-      a list of what has the slices: lists of arrays, if all arrays of the block
-      together have 8 KiB at most, else references; and the engine's references to
-      slices that workers have. `sources` says for each partitioned input of the stage,
-      in order, where its slices are: an int is the index in `parts` of a list with one
-      array `[c, ...]`, for the c groups of the block. A `PiecesOfBlock` says that
-      workers have the slices: its `pieces` then name indices in `parts` in place of
-      references.
+    `name` is that of the plan file.
     """
     block, parts, sources = task.block, [], []
     arrays = [x for x in block.slices if not isinstance(x, PiecesOfBlock)]
@@ -87,32 +81,17 @@ class Worker:
         shared: Arrays,
         *parts: Arrays,
     ) -> BlockResult | tuple[BlockResult, Arrays]:
-        """Run one stage of a plan file on one block of groups.
+        """Run one stage of the plan file `name` on one block of groups.
 
-        Args:
-          name: The name of the plan file in this worker's store.
-          file: The plan file, which is stored; None if an earlier call passed the file
-            of this name.
-          task: The index of the stage, the block without its slices, and whether to go
-            on without groups that fail (`Task.drop`).
-          sources: For each partitioned input of the stage, in order, where the slices
-            of the block's c groups are: an int is the index in `parts` of a list with
-            one array `[c, ...]`. A `PiecesOfBlock` says for each group which slice it
-            has of arrays that earlier blocks left with workers; its `pieces` name
-            indices in `parts`.
-          shared: The global inputs of the stage, in order.
-          *parts: Lists of arrays, to which `sources` refers.
+        `file` is None if an earlier call passed the file of this name. The block of
+        `task` has no slices: `sources` and `parts` have them, as `without_slices`
+        returns them, but with the lists of arrays in place of references.
 
-        Returns:
-          The `BlockResult`: the block's partial reductions, the groups' slices of the
-          outputs that are read later, and why groups failed. It has no values if
-          `task.search` is true, if `skip` was called for the task, or if a group failed
-          and `task.drop` is false. Unless `task.stay` is (), a pair `(result, arrays)`:
-          the result without the slices for which `task.stay` is true; and a list of
-          these, arrays `[c, ...]`.
-
-        Raises:
-          Exception: The stage failed, and no single group causes it.
+        Unless `task.stay` is (), the result is a pair `(result, arrays)`: the result
+        without the slices for which `task.stay` is true, and a list of these, arrays
+        `[c, ...]`. The `BlockResult` has no values if `task.search` is true, if `skip`
+        was called for the task, or if a group failed and `task.drop` is false. If the
+        stage fails, and no single group does, the exception is raised.
         """
         # Before the task, which may be skipped: later tasks only name the file.
         if file is not None:
@@ -140,8 +119,5 @@ class Worker:
         worker.skip(number)
 
     def state(self) -> WorkerState:
-        """Return the worker's process id, the groups that it runs, and for how long.
-
-        It may be called in another thread while `run` runs.
-        """
+        """Return what the worker is doing, also while `run` runs in another thread."""
         return worker.state()

@@ -21,18 +21,12 @@ from drjax.backends.engine.untrusted_replies import BadReply, readable
 class Assignment:
     """A table of n groups: which client process, by its integer id, has which group.
 
-    Args:
-      n: The number of groups.
-      clients: The id of the client of each group, in the order of group indices.
-        Default: no group has a client until a client claims it.
+    `clients` are the ids in the order of group indices, which must be n different
+    integers. Without them no group has a client until a client claims it.
 
     Attributes:
-      size: The number of groups, n.
-      fixed: Whether `clients` was passed, a bool. If so, no client needs to claim a
-        group.
-
-    Raises:
-      DrjaxValueError: `clients` does not have n different integers.
+      size: n.
+      fixed: Whether `clients` was passed. If so, no client needs to claim a group.
     """
 
     def __init__(self, n: int, clients: Sequence[int] | None = None):
@@ -50,39 +44,21 @@ class Assignment:
             )
 
     def __getitem__(self, group: int) -> int | None:
-        """Return the id of the client of a group; None if the group has no client.
-
-        Args:
-          group: The group index.
-        """
+        """Return the id of the client of a group; None if the group has no client."""
         return self._clients.get(group)
 
     def complete(self, groups: Iterable[int], present: Collection[int]) -> bool:
-        """Return whether each of these groups has a client that is connected.
-
-        Args:
-          groups: Group indices.
-          present: The ids of all connected clients.
-        """
+        """Return whether each of `groups` has a client whose id is in `present`."""
         return all(self._clients.get(group) in present for group in groups)
 
     def claim(self, client: int, group: Any, present: Collection[int]) -> str | None:
-        """Assign a group to the client that claims it, or refuse the claim.
+        """Assign a group to the client that claims it; else return why it is refused.
 
-        A claim is refused if it is not a group index from 0 to n - 1, or if another
-        connected client has the group. In any case the client first loses the group of
-        its earlier claim. A refused claim is recorded, for `refused` and `reclaimable`.
-
-        Args:
-          client: The id of the client.
-          group: What the client sent as its group index. It is not validated yet and
-            may have any type. A `BadReply` if the client sent no readable claim.
-          present: The ids of all connected clients. A client that is not among them
-            loses its group to a client that claims it.
-
-        Returns:
-          None if the client now has the group; else the reason for the refusal, as text
-          for an error.
+        `group` is what the client sent: of any type, not validated, or a `BadReply` if
+        it sent no readable claim. A claim is refused if it is not a group index from 0
+        to n - 1, or if another client has the group and is `present`, connected. In any
+        case the client first loses the group of its earlier claim. The reason is text
+        for an error; a refused claim is recorded, for `refused` and `reclaimable`.
         """
         # A client may claim again, as after a restart: only its latest claim counts.
         # It may have another group's data now, which would count twice.
@@ -113,11 +89,8 @@ class Assignment:
     def reclaimable(self, present: Collection[int]) -> list[int]:
         """Return the ids of clients whose claim was refused but would be accepted now.
 
-        These are the clients that claimed a group of another client that has since
-        disconnected, or claimed another group. Nothing is assigned.
-
-        Args:
-          present: The ids of all connected clients.
+        The holder of the group has disconnected, so that it is not in `present`, or has
+        claimed another. Nothing is assigned.
         """
         return [
             client

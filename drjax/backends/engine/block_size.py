@@ -39,16 +39,10 @@ _CHANGES = 2  # each one compiles the stage again in all workers
 class BlockSize:
     """The number of groups in a block of a stage, set by bytes, adjusted by run times.
 
-    Args:
-      a_round: The round whose local stage runs in blocks.
-      n: The number of groups.
-      workers: The number of workers of the engine.
-      timeout: The engine's option `timeout`: how many seconds a block may take. None:
-        no limit.
+    `timeout` is how many seconds a block may take; None: no limit.
 
     Attributes:
-      value: The number of groups in a block of the stage's next run, an int of at least
-        1.
+      value: The number of groups in a block of the stage's next run, at least 1.
     """
 
     def __init__(self, a_round: Round, n: int, workers: int, timeout: float | None):
@@ -71,19 +65,13 @@ class BlockSize:
         self._left = _CHANGES
 
     def measure(self, blocks: Sequence[BlockResult]) -> None:
-        """Adjust `value` to how long the blocks of the latest run of the stage took.
+        """Adjust `value` to how long full blocks of the latest run of the stage took.
 
-        A block should take at least 0.02 s, and at most 5 s, or a quarter of the option
-        `timeout` if that is less. The median time of the blocks that count decides. If
-        it is less, `value` grows, up to one worker's share of the groups and a limit on
-        bytes; if it is more, `value` shrinks. `value` does not change if no block
-        counts, if it would change by less than a factor of two, or if it has changed
-        twice already.
-
-        Args:
-          blocks: The results of the run's full blocks, those with `value` groups; only
-            `pid` and `seconds` are read. The first block of each process does not
-            count, as its time includes compilation.
+        The median time decides; the first block of each process does not count, as its
+        time includes compilation. Below 0.02 s `value` grows, up to one worker's share
+        of the groups and a limit on bytes. Above 5 s, or a quarter of the option
+        `timeout` if that is less, it shrinks. It does not change by less than a factor
+        of two, nor more than twice.
         """
         seconds = []
         for done in blocks:

@@ -30,25 +30,18 @@ LoadedBlock = tuple[Block, dict[int, str]]
 def blocks_of_groups(
     slices: list[Any], alive: np.ndarray, size: int, start: int = 0
 ) -> Iterator[LoadedBlock]:
-    """Read the data of c consecutive groups as a sequence of blocks.
+    """Read the data of c consecutive groups, those from index `start` on, in blocks.
 
-    Args:
-      slices: The partitioned inputs of a stage, in order. Each is an array `[c, ...]`
-        of the groups' slices; a `Lazy`, which reads them one by one from a file or an
-        iterable; or `WorkerSlices` or `WorkerColumns`, whose slices workers have.
-      alive: Which of the groups take part, bool `[c]`.
-      size: The number of groups in a block; the last block may have fewer.
-      start: The index of the first of the c groups.
+    `slices` are the partitioned inputs of a stage, in order. Each is an array
+    `[c, ...]`; a `Lazy`, which reads slices one by one from a file or an iterable; or
+    `WorkerSlices` or `WorkerColumns`, whose slices workers have. `alive`, bool `[c]`,
+    says which groups take part.
 
-    Returns:
-      An iterator of pairs `(block, failed)`, in the order of group indices. Each
-      `Block` holds the slices of its groups. `failed` is a dict from group index to
-      reason, with the groups that take part but whose data cannot be read; the block
-      masks them.
-
-    Raises:
-      DrjaxValueError: (while iterating) an iterable has too few groups, or too many.
-      EngineError: (while iterating) an iterator of groups raised.
+    The blocks come in the order of groups; each has `size` groups, the last may have
+    fewer. With each comes a dict from group index to reason, with the groups that take
+    part but whose data cannot be read; the block masks them. While iterating, too few
+    or too many groups of an iterable raise a `DrjaxValueError`, and an iterator that
+    raises, an `EngineError`.
     """
     # Several inputs may come from one source, as leaves of a pytree: it is read once.
     sources = list(
@@ -87,21 +80,11 @@ def block_of_pairs(
 ) -> LoadedBlock:
     """Make a block from the data of some groups, in any order.
 
-    Beam's `MapReduce` calls it with elements of the user's pipeline.
-
-    Args:
-      pairs: Pairs `(group index, data)`. The data of a group is its slice of the one
-        argument that the pipeline provides, a pytree of arrays.
-      lazy: The partitioned inputs of the stage, in order, at least one. Each `Lazy`
-        refers to one leaf of that pytree.
-
-    Returns:
-      A pair `(block, failed)`: the `Block` with the groups' slices, and a dict from
-      group index to reason, with the groups whose data does not fit the plan; the block
-      masks them.
-
-    Raises:
-      DrjaxValueError: A group index is out of range.
+    Beam's `MapReduce` calls it with elements of the user's pipeline: pairs
+    `(group index, data)`. The data of a group is its slice of the one argument that the
+    pipeline provides, a pytree of arrays; each of `lazy`, the partitioned inputs of the
+    stage, refers to one leaf of it. The dict has the reasons for groups whose data does
+    not fit the plan, which the block masks.
     """
     leaves, n = [], lazy[0].n
     for group, item in pairs:
@@ -120,22 +103,14 @@ def block_of_pairs(
     return Block(groups, valid, [_stack(x, leaves, valid) for x in lazy]), failed
 
 
-def _stack(x: Lazy, leaves: list, valid: np.ndarray) -> np.ndarray:
-    """Stack the slices of c groups of one partitioned value into one array.
+def _stack(x: Lazy, leaves: list[tuple[int, Any]], valid: np.ndarray) -> np.ndarray:
+    """Stack the slices of c groups of one partitioned value into one array `[c, ...]`.
 
-    Args:
-      x: The partitioned value, which refers to one leaf of each group's data.
-      leaves: For each of the c groups a pair `(group index, leaves of the group's
-        data)`. The leaves are a list of arrays, or an exception if the data cannot be
-        read. They are [] if `x` is a leaf of a `Remote`, an argument whose data only
-        workers have.
-      valid: Which of the groups take part, bool `[c]`; false for each group with an
-        exception.
-
-    Returns:
-      An array `[c, ...]`, in which groups that do not take part have a copy of another
-      group's slice. Zeros `[c]` if no group takes part; else an empty array `[c, 0]` if
-      `x` is a leaf of a `Remote`.
+    `leaves` are pairs `(group index, leaves of the group's data)`: a list of arrays, or
+    an exception if the data cannot be read, and then `valid`, bool `[c]`, is false for
+    the group. Groups that do not take part have a copy of another group's slice; if
+    none takes part, the result is zeros `[c]`. If `x` is a leaf of a `Remote`, whose
+    data only workers have, the leaves are [] and the result is an empty array `[c, 0]`.
     """
     pairs = zip(leaves, valid, strict=True)
     slices = [x.slice_of(part) if ok else None for (_, part), ok in pairs]

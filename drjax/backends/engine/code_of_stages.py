@@ -10,7 +10,7 @@ one that was started again asks for it.
 """
 
 import hashlib
-from collections.abc import Collection, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -108,14 +108,16 @@ NEEDED = {_NEEDS: True}  # the fields of a reply that asks for code
 
 
 def received(
-    fields: Any, store: MutableMapping[str, Any], allowed: Collection[str] | None
+    fields: Mapping[str, Any],
+    store: MutableMapping[str, Any],
+    allowed: Collection[str] | None,
 ) -> bytes | None:
     """Return the code of a request's stage, at a client; None if it must ask for it.
 
     `fields` are those of the request. `store` has the code that the client was sent, by
     hash: new code is added, and that of other plans deleted. `allowed` are the hashes
-    that its owner allows, None: all. `ValueError` is raised for another stage, and for
-    code that has not the hash that names it.
+    that its owner allows; None: all. A `ValueError` is raised for another stage, and
+    for code that does not have the hash that names it.
     """
     key = fields[_KEY]
     if allowed is not None and key not in allowed:

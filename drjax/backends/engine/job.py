@@ -24,19 +24,16 @@ class Job:
     """One run of a round's local stage, without the groups: the same for all blocks.
 
     Attributes:
-      file: The plan file, a `File`.
-      stage: The index of the stage's round in `rounds_of(plan)`, int; it counts the
-        rounds in loops, too.
-      location: The round and the name of the stage, text for errors.
-      ops: `"sum"`, `"mean"`, `"max"` or `"min"` for each of the round's reductions but
-        gathers, in order, and `"fold"` for what blocks return for its folds.
-      size: The block size, int: blocks with fewer groups are padded to it.
-      check_nans: Whether a group that yields a NaN has failed, bool.
-      drop: Whether to go on without groups that fail, bool; if not, a block in which a
-        group fails has no results.
-      shared: The global inputs of the stage, in order, a list of arrays.
+      stage: The index of the stage's round in `rounds_of(plan)`; rounds in loops count.
+      location: The round and the name of the stage, for errors.
+      ops: The operations of what a block returns, from `combine.ops_of`.
+      size: The block size: blocks with fewer groups are padded to it.
+      check_nans: Whether a group that yields a NaN has failed.
+      drop: Whether to go on without groups that fail; if not, a block in which a group
+        fails has no results.
+      shared: The global inputs of the stage, in order.
       stay: For each output of the stage that is read later whether its slices stay with
-        the workers, a tuple of bools; () if none do. It is no part of `to_bytes`.
+        the workers; () if none do. It is no part of `to_bytes`.
     """
 
     file: File
@@ -50,15 +47,10 @@ class Job:
     stay: tuple[bool, ...] = ()
 
     def task(self, block: Block, search: bool = False, encode: bool = True) -> Task:
-        """Make a `Task` for a worker of a pool: to run the stage on a block.
+        """Make a `Task` with a new number, to run the stage on a block in a pool.
 
-        Each task gets a new number.
-
-        Args:
-          block: The groups.
-          search: Whether the task is to run the groups one by one and without results,
-            to find a group that takes too long.
-          encode: Whether partial reductions with `wire=` are returned encoded.
+        The task runs the groups one by one if `search` is true, and returns partial
+        reductions with `wire=` encoded if `encode` is.
         """
         settings = self.size, self.check_nans, self.drop
         options = {"search": search, "stay": self.stay, "encode": encode}
@@ -69,18 +61,10 @@ class Job:
     ) -> BlockResult:
         """Run the stage on a block in this process.
 
-        Args:
-          block: The groups. If none of them takes part, nothing runs.
-          failed: A dict from group index to reason, for groups of the block whose data
-            could not be read.
-          encode: Whether partial reductions with `wire=` are returned encoded.
-
-        Returns:
-          The `BlockResult`: partial reductions, slices, and why groups failed, which
-          includes `failed`.
-
-        Raises:
-          RuntimeError: The stage failed, and no single group did.
+        Nothing runs if no group of the block takes part. `failed` has the reasons for
+        groups of the block whose data could not be read: they are added to those that
+        fail here. If the stage fails, and no single group does, a `RuntimeError` is
+        raised.
         """
         result = BlockResult([], [], {}, 0, 0.0)
         if block.valid.any():
@@ -97,10 +81,7 @@ class Job:
         return result
 
     def to_bytes(self) -> bytes:
-        """Serialize the job, plan file and global inputs included, without pickle.
-
-        Which outputs stay with the workers, `stay`, is not included.
-        """
+        """Serialize the job, plan file and global inputs included, without pickle."""
         header = {
             "stage": self.stage,
             "where": self.location,
@@ -118,7 +99,7 @@ class Job:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Job":
-        """Make a job from `data`, bytes that `to_bytes` returned; its `stay` is ()."""
+        """Make a job from bytes that `to_bytes` returned; its `stay` is ()."""
         header, (plan, *shared) = wire_format.from_bytes(data)
         file = File(
             plan.tobytes(),

@@ -104,18 +104,9 @@ class EngineOptions:
 
 
 def checked_integer(name: str, value: Any, low: int) -> int:
-    """Validate an option that is an integer, such as an engine's `workers`.
+    """Return `value`, of any type, if it is an integer from `low`; else raise an error.
 
-    Args:
-      name: The name of the option.
-      value: The value; it may have any type.
-      low: The lowest valid value.
-
-    Returns:
-      The value.
-
-    Raises:
-      DrjaxValueError: The value is no integer, or is lower.
+    `name` is the option's, such as an engine's `workers`, for the `DrjaxValueError`.
     """
     # `type` and not isinstance: True is no number of anything.
     if type(value) is not int or value < low:

@@ -18,11 +18,10 @@ _logger = logging.getLogger("drjax")
 
 
 class PlacedTask(NamedTuple):
-    """A task, with the worker to which it was sent.
+    """A task, with the pool's object for the worker to which it was sent.
 
     Attributes:
-      worker: The pool's object for the worker, such as a handle of Ray's actor.
-      number: The `Task.number` of the task, int.
+      number: The `Task.number`.
     """
 
     worker: Any
@@ -32,14 +31,13 @@ class PlacedTask(NamedTuple):
 class Placement:
     """A table of the tasks and the plan files that each worker of a pool has.
 
-    Args:
-      workers: The pool's objects for its workers, hashable, such as handles of Ray's
-        actors.
+    Workers and handles of tasks are objects of the pool, hashable, such as handles of
+    Ray's actors and its references.
 
     Attributes:
-      workers: A list of the current workers; a replaced one is no longer in it.
-      abandoned: A dict from the pool's handle of a task to its `PlacedTask`, of the
-        tasks whose results are not needed, but which may still run.
+      workers: The current workers; a replaced one is no longer in it.
+      abandoned: The tasks, by handle, whose results are not needed, but which may still
+        run.
     """
 
     def __init__(self, workers: Iterable[Any] = ()):
@@ -60,47 +58,22 @@ class Placement:
         return min(self.workers, key=lambda worker: load[id(worker)])
 
     def first_use(self, worker: Any, file: str) -> bool:
-        """Return whether a worker lacks a plan file, and record the file as sent to it.
-
-        Args:
-          worker: The worker.
-          file: The name of the plan file.
-        """
+        """Return whether a worker lacks a plan file, and record it as sent there."""
         known = self._files.setdefault(worker, set())
         lacks = file not in known
         known.add(file)
         return lacks
 
     def submitted(self, handle: Any, worker: Any, number: int) -> None:
-        """Record a task that was sent to a worker; it is then in flight.
-
-        Args:
-          handle: The pool's handle of the task, hashable.
-          worker: The worker.
-          number: The `Task.number` of the task.
-        """
+        """Record a task, by its `Task.number`, as in flight at a worker."""
         self._in_flight[handle] = PlacedTask(worker, number)
 
     def finished(self, handle: Any) -> Any:
-        """Remove a task from those in flight, and return the worker that had it.
-
-        Args:
-          handle: The pool's handle of the task.
-
-        Raises:
-          KeyError: It is not in flight.
-        """
+        """Remove a task from those in flight, and return the worker that had it."""
         return self._in_flight.pop(handle).worker
 
     def abandon(self, handle: Any) -> PlacedTask | None:
-        """Move a task from those in flight to `abandoned`: its result is not needed.
-
-        Args:
-          handle: The pool's handle of the task.
-
-        Returns:
-          The task; None if it is not in flight.
-        """
+        """Move a task to `abandoned`, and return it; None if it is not in flight."""
         task = self._in_flight.pop(handle, None)
         if task is not None:
             self.abandoned[handle] = task
@@ -109,11 +82,8 @@ class Placement:
     def replace(self, worker: Any, new: Any) -> None:
         """Put a new worker in the place of one that has ended.
 
-        Its abandoned tasks are removed; a task in flight stays until `finished`.
-
-        Args:
-          worker: The worker that has ended, one of `workers`.
-          new: The new worker, which has no plan files and no tasks.
+        The new one has no plan files and no tasks. Abandoned tasks of the other are
+        removed; a task in flight stays until `finished`.
         """
         self.abandoned = {
             handle: task
@@ -125,22 +95,17 @@ class Placement:
 
     def settle(
         self,
-        wait: Callable[[list, int, float | None], tuple[list, list]],
+        wait: Callable[[list[Any], int, float | None], tuple[list[Any], list[Any]]],
         replace_worker: Callable[[Any], None],
         timeout: float | None,
     ) -> None:
         """Remove abandoned tasks that are done; replace workers that are stuck in one.
 
-        An abandoned task is one whose result is not needed, but which may still run.
-
-        Args:
-          wait: Takes a list of handles, a count and a time in seconds, and returns
-            lists `(done, not done)` of the handles, as soon as `count` tasks are done
-            or the time is over.
-          replace_worker: Takes a worker, ends it, starts another, and calls `replace`.
-            Its result is ignored.
-          timeout: Seconds that abandoned tasks get to end; then their workers are
-            replaced. None: no worker is replaced, and no task is waited for.
+        `wait(handles, count, seconds)` returns lists `(done, not done)` of the handles,
+        as soon as `count` tasks are done or the time is over. `replace_worker` ends a
+        worker, starts another, and calls `replace`. `timeout` is how many seconds
+        abandoned tasks get to end; None: no worker is replaced, and no task is waited
+        for.
         """
         if not self.abandoned:
             return

@@ -26,12 +26,10 @@ class _Entry:
     """The slices of a block in the store that all workers read.
 
     Attributes:
-      reference: The object of the store by which workers read them.
-      slices: The slices as views of the store: an array `[c, ...]` for each partitioned
-        input of the stage.
-      size: The size of the slices in bytes, int.
-      used: The count of stage runs when they were last used, int.
-      keys: How many keys have these slices, int.
+      slices: Views of the store, `[c, ...]`.
+      size: In bytes.
+      used: The count of stage runs when they were last used.
+      keys: How many keys have these slices.
     """
 
     reference: Any
@@ -41,22 +39,15 @@ class _Entry:
     keys: int = 1
 
     def has(self, slices: list[np.ndarray]) -> bool:
-        """Return whether these are the stored slices: equal shapes, dtypes and bits.
-
-        Args:
-          slices: An array `[c, ...]` for each partitioned input of the stage.
-        """
+        """Return whether these are the stored slices: equal shapes, dtypes and bits."""
         return len(self.slices) == len(slices) and all(map(_same, self.slices, slices))
 
 
 class ResidentSlices:
     """A cache of blocks' slices in a store that all workers read: each is sent once.
 
-    Args:
-      put: A function that stores a list of arrays, and returns a reference to them.
-      get: A function from such a reference to the list of arrays, as views of the
-        store.
-      limit: How many bytes may stay stored.
+    `put` stores a list of arrays and returns a reference to it, from which `get`
+    returns the arrays as views of the store. At most `limit` bytes stay stored.
     """
 
     def __init__(
@@ -80,21 +71,15 @@ class ResidentSlices:
     def reference(
         self, key: Hashable, slices: list[np.ndarray], place: Hashable = None
     ) -> Any:
-        """Store the slices of a block, unless the same slices are stored already.
+        """Store the slices of a block, unless the same ones are stored already.
 
-        Args:
-          key: What identifies the block, whatever the values of its slices are. Slices
-            that were stored for this key before, and differ, are removed.
-          slices: An array `[c, ...]` for each partitioned input of the stage.
-          place: What several keys share, such as the groups of the block: the same
-            slices are also looked for under the other keys with this place, as rounds
-            and inputs may share them. None: only under `key`.
-
-        Returns:
-          What the constructor's `put` returned for these slices: a reference for
-          workers. It is that of an earlier call if the arrays are equal bit by bit.
-          Slices that do not fit into the constructor's `limit` are stored for this call
-          alone.
+        The result is the reference to them that `put` returned, now or earlier. `key`
+        identifies the block, whatever the values of its slices are: slices that were
+        stored for this key before, and differ, are removed. `place` is what several
+        keys share, such as the groups of the block: the same slices are also looked for
+        under the other keys with this place, as rounds and inputs may share them; None:
+        only under `key`. Slices that do not fit into the `limit` are stored for this
+        call alone.
         """
         keys = self._keys.setdefault(place, set()) if place is not None else set()
         for other in (key, *(keys - {key})):
@@ -126,11 +111,8 @@ class ResidentSlices:
     def _remove(self, key: Hashable) -> None:
         """Remove the slices of this key from the cache, if there are any.
 
-        If another key has the same slices, they stay for that one. Else the cache has
-        no reference to them any more, and their bytes do not count toward its limit.
-
-        Args:
-          key: The key of the block, as it was passed to `reference`.
+        If another key has the same slices, they stay for that one, and count toward the
+        limit.
         """
         if (entry := self._entries.pop(key, None)) is not None:
             entry.keys -= 1
@@ -138,7 +120,7 @@ class ResidentSlices:
 
 
 def _same(a: np.ndarray, b: np.ndarray) -> bool:
-    """Return whether arrays `a` and `b` have equal shapes, dtypes and bits.
+    """Return whether two arrays have equal shapes, dtypes and bits.
 
     NaNs with equal bits are the same; 0.0 and -0.0 are not.
     """

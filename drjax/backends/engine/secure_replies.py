@@ -20,21 +20,13 @@ _LONGEST = 4096  # bytes of a key, or of an encrypted share
 
 
 def fields_of(reply: Any, now: str, nodes: set[int], length: int) -> dict[str, Any]:
-    """Validate the fields of the protocol in a client's reply.
+    """Validate the fields of the protocol in a client's reply, a Flower message.
 
-    Args:
-      reply: The reply, a Flower message of any content.
-      now: The name of the exchange that runs, a method of Flower's workflow, such as
-        "unmask_stage": each has fields of its own.
-      nodes: The ids of the nodes that take part.
-      length: The total number of elements of all secure sums.
-
-    Returns:
-      A dict from name to field, for Flower's workflow: those of this exchange only.
-
-    Raises:
-      BadReply: A field is missing, or has another type, size or number of items, or
-        names other nodes.
+    `now` is the name of the exchange that runs, a method of Flower's workflow, such as
+    "unmask_stage": each has fields of its own, and only these are returned, by name.
+    `nodes` are the ids of the nodes that take part, `length` the total number of
+    elements of all secure sums. A `BadReply` is raised if a field is missing, has
+    another type, size or number of items, or names other nodes.
     """
     key = constants().Key
     of = lambda name: untrusted_replies.content_of(reply, configs_key(), name)
@@ -61,7 +53,7 @@ def fields_of(reply: Any, now: str, nodes: set[int], length: int) -> dict[str, A
 
 
 def check_keys(fields: dict[str, Any], seen: set[bytes]) -> None:
-    """Raise `BadReply` if public keys cannot be read, or are in `seen`, others'.
+    """Raise `BadReply` if public keys cannot be read, or are in `seen`, others' keys.
 
     They are added to `seen`. A client that gets such a key ends: the server must not
     take it for the one that lies.
@@ -81,32 +73,14 @@ def check_keys(fields: dict[str, Any], seen: set[bytes]) -> None:
 
 
 def _items(name: str, x: Any, count: int) -> list[Any]:
-    """Check that a field of a reply is a list of `count` items; return a copy.
-
-    Args:
-      name: The name of the field, for the error.
-      x: The field, of any type.
-      count: The number of items.
-
-    Raises:
-      BadReply: It is no list, or has another number of items.
-    """
+    """Copy a field, or raise `BadReply` if it is no list of `count` items."""
     if not isinstance(x, list) or len(x) != count:
         raise BadReply(f"its {name} has not {count} items")
     return [*x]
 
 
 def _short_bytes(name: str, x: Any, count: int) -> list[bytes]:
-    """Check that a field of a reply is a list of short byte strings; return a copy.
-
-    Args:
-      name: The name of the field, for the error.
-      x: The field, of any type.
-      count: The number of byte strings; each may have 4096 bytes at most.
-
-    Raises:
-      BadReply: It is no list of so many byte strings, or one is too long.
-    """
+    """Copy a field, or raise `BadReply` if it is no list of `count` short `bytes`."""
     items = _items(name, x, count)
     if any(type(item) is not bytes or len(item) > _LONGEST for item in items):
         raise BadReply(f"its {name} are not bytes, of {_LONGEST} at most")
@@ -114,15 +88,7 @@ def _short_bytes(name: str, x: Any, count: int) -> list[bytes]:
 
 
 def _check_array(data: Any, length: int) -> None:
-    """Check that bytes hold an int64 array `[length]` in numpy's `.npy` format.
-
-    Args:
-      data: The field of a reply, of any type; it is compared, and never parsed.
-      length: The number of elements.
-
-    Raises:
-      BadReply: It is anything else.
-    """
+    """Raise `BadReply` unless `data` is an int64 array `[length]` as a `.npy` file."""
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(
         header, {"descr": "<i8", "fortran_order": False, "shape": (length,)}
@@ -136,10 +102,7 @@ def _check_array(data: Any, length: int) -> None:
 
 
 def constants() -> Any:
-    """Import and return Flower's module with the names of the protocol.
-
-    They are the names of exchanges, of records and of fields.
-    """
+    """Import Flower's module with the names of exchanges, records and fields."""
     module = "flwr.common.secure_aggregation.secaggplus_constants"
     return needed(module, "flower", "Flower")
 
