@@ -38,30 +38,18 @@ class Link(Protocol):
         ...
 
     def query(self, client: int) -> str | None:
-        """Send a client the query which group it has.
+        """Ask a client which group it has; return the number of the query, for `claim`.
 
-        Args:
-          client: The id of the client.
-
-        Returns:
-          A text that identifies the query, for `claim`; None if the query cannot be
-          sent.
+        None if the query cannot be sent.
         """
         ...
 
     def claim(self, number: str) -> Any:
-        """Read a client's answer to a query, without waiting.
+        """Read a client's answer to a query, without waiting; None if none has come.
 
-        Args:
-          number: The text that identifies the query, from `query`.
-
-        Returns:
-          What the client sent as its group index, of any type and not validated; None
-          if there is no answer yet.
-
-        Raises:
-          BadReply: The answer cannot be read.
-          ClientFailed: The client reported that it cannot answer.
+        It is what the client sent as its group index, of any type and not validated. A
+        `BadReply` is raised if it cannot be read, and `ClientFailed` if the client
+        reported that it cannot answer.
         """
         ...
 
@@ -69,11 +57,8 @@ class Link(Protocol):
 class ClaimQueries:
     """Asks clients which group they have, and puts their answers into an `Assignment`.
 
-    Args:
-      link: The connection to the clients.
-      assignment: The table of the client of each group, which is updated. If it is
-        `fixed`, no client is asked.
-      drop: If true, a refused claim is logged as a warning; if false, it is an error.
+    If the assignment is `fixed`, no client is asked. If `drop` is true, a refused claim
+    is logged as a warning; if false, it is an error.
     """
 
     def __init__(self, link: Link, assignment: Assignment, drop: bool):
@@ -84,19 +69,10 @@ class ClaimQueries:
     def run(self, groups: Iterable[int], seconds: float, late: bool) -> None:
         """Ask clients for their groups, until each of `groups` has a connected client.
 
-        Queries go to clients that were not asked, that have reconnected, or whose claim
-        would be accepted now. Their answers are put into the constructor's
-        `Assignment`; if that is `fixed`, no client is asked. The method returns without
-        an error if time is over before each group has a client.
-
-        Args:
-          groups: Group indices.
-          seconds: The time limit.
-          late: If true, wait also for clients that have not connected yet. If false,
-            return as soon as no connected client has an unanswered query.
-
-        Raises:
-          EngineError: A claim is refused, and the constructor's `drop` is false.
+        It returns without an error after `seconds`. If `late` is true, it also waits
+        for clients that have not connected yet; if false, it returns as soon as no
+        connected client has an unanswered query. An `EngineError` is raised for a
+        refused claim if `drop` is false.
         """
         groups, end = [*groups], time.monotonic() + seconds
         while True:
@@ -117,11 +93,8 @@ class ClaimQueries:
         """Send a query to each connected client that was not asked, or may claim again.
 
         A client may claim again if it has reconnected, or if its claim was refused for
-        another client that has disconnected or claimed another group. The queries are
-        recorded, and a client has one unanswered query at most.
-
-        Args:
-          present: The ids of all connected clients.
+        another client that has disconnected or claimed another group. A client has one
+        unanswered query at most.
         """
         # A client that left may come back as another group; one that was refused may
         # now have a chance.
@@ -137,18 +110,8 @@ class ClaimQueries:
     def _collect(self, present: set[int]) -> None:
         """Read the claims that clients have answered, and assign groups to clients.
 
-        A claim is the index of the group whose data a client says that it has. A claim
-        is refused if it is no index of a group, or if another connected client has the
-        group. If the constructor's `drop` is true, a refused claim is logged as a
-        warning, and its client gets no group. A client that could not answer is asked
-        again later.
-
-        Args:
-          present: The ids of all connected clients. The group of a client that is not
-            among them may be claimed by another one.
-
-        Raises:
-          EngineError: A claim is refused, and the constructor's `drop` is false.
+        The client of a refused claim gets no group, or its `EngineError` is raised if
+        `drop` is false.
         """
         for client, number in [*self._asked.items()]:
             if number is None:

@@ -36,15 +36,10 @@ FOLD = "fold"
 def ops_of(a_round: Round) -> tuple[str, ...]:
     """Return the operation of each array that a block returns for a round's reductions.
 
-    The result is parallel to `BlockResult.partials`.
-
-    Args:
-      a_round: The round.
-
-    Returns:
-      The operation of each reduction but gathers, such as "sum". If the round has
-      folds, `FOLD` follows several times: once for the index of the block's first
-      group, `[1]`, and once for each leaf of the block's states, `[1, *s]`.
+    The result is parallel to `BlockResult.partials`: the operation of each reduction
+    but gathers, such as "sum". If the round has folds, `FOLD` follows several times:
+    once for the index of the block's first group, `[1]`, and once for each leaf of the
+    block's states, `[1, *s]`.
     """
     leaves = sum(len(fold.sources) for fold in a_round.folds)
     states = (FOLD,) * (1 + leaves) if leaves else ()
@@ -54,38 +49,18 @@ def ops_of(a_round: Round) -> tuple[str, ...]:
 def add(ops: Sequence[str], totals: Totals, partials: Sequence[Any]) -> Totals:
     """Combine the partial reductions over earlier blocks with those of one more block.
 
-    Args:
-      ops: For each array of a block's result its operation: sum, mean, max, min or
-        fold.
-      totals: For each of `ops` the partial reduction over all earlier blocks, an array;
-        None if no group took part. The arrays are overwritten, so do not use them
-        afterwards. For a fold it is the list of the blocks' arrays, `[1, *s]`, in the
-        order in which blocks were added.
-      partials: For each of `ops` the partial reduction over the new block, an array;
-        None if no group took part. It is not changed.
-
-    Returns:
-      For each of `ops` the partial reduction over all of these blocks; None if no group
-      took part. For a mean it is the sum. Floats are added in float64.
+    All are parallel to `ops`; None: no group took part. The arrays of `totals` are
+    overwritten, those of `partials` are not. A mean is still a sum, and the total of a
+    fold is the list of the blocks' arrays, `[1, *s]`, in the order in which blocks were
+    added.
     """
     return [_add(*x) for x in zip(ops, totals, partials, strict=True)]
 
 
 def _add(op: str, total: Any, partial: Any) -> Any:
-    """Combine two partial reductions of one reduction, over disjoint sets of groups.
+    """Combine two partial reductions of one reduction; None: no group took part.
 
-    Args:
-      op: The operation: sum, mean, max, min or fold.
-      total: The partial reduction over all earlier blocks, which is overwritten; None
-        if no group took part. For a fold, the list of the blocks' arrays.
-      partial: The partial reduction over the new block, an array or an
-        `EncodedPartial`; None if no group took part. For a fold, an array or a list of
-        arrays.
-
-    Returns:
-      The partial reduction over both; None if no group took part. For a fold, a new
-      list with the arrays of `total`, then of `partial`; for others an array that
-      shares no memory with `partial`. Floats are added in float64.
+    Of a fold `partial` may also be a list of arrays, and the result is a new list.
     """
     # No group of the block takes part: its identity must not enter a max or min.
     if partial is None:
@@ -103,17 +78,10 @@ def _add(op: str, total: Any, partial: Any) -> Any:
 
 
 def stacked(totals: Totals) -> Totals:
-    """Join the states that a fold has from several blocks, in the totals of a stage.
+    """Join the arrays `[1, *s]` that each total of a fold has into one, `[blocks, *s]`.
 
-    Beam's pipelines return them joined, and `finish` takes them joined or not.
-
-    Args:
-      totals: For each array of a block's result its total, as `add` returns it: an
-        array, or None if no group took part; for a fold a list of arrays `[1, *s]`, one
-        for each block, or one array if they were joined before.
-
-    Returns:
-      A new list of the same totals, with an array `[blocks, *s]` for each list.
+    Other totals, and those that were joined before, are returned as they are. Beam's
+    pipelines return joined totals, and `finish` takes either.
     """
     join = lambda x: np.concatenate(x) if isinstance(x, list) else x
     return list(map(join, totals))
@@ -127,18 +95,11 @@ def finish(
 ) -> list[np.ndarray]:
     """Compute the results of a round's reductions but gathers, and of its folds.
 
-    Args:
-      a_round: The round.
-      totals: The combined partial reductions of all blocks, as `add` returns them: for
-        each reduction an array, or None if no group took part; then, if there are
-        folds, the indices of the blocks' first groups, and the leaves of their states.
-      groups: The number of groups that took part, by which a mean is divided.
-      fold: `fold(fold, states)` folds states, each a list of leaves `[*s]`, in their
-        order; its result is the neutral state if there is none.
-
-    Returns:
-      A list of arrays: for each reduction its result, and then the leaves of the result
-      of each fold. States are folded in the order of their blocks' first groups.
+    `totals` is what `add` has returned for all blocks; they are of `groups` groups, by
+    which a mean is divided. `fold(fold, states)` folds states, each a list of leaves
+    `[*s]`, in their order, which is that of their blocks' first groups; its result is
+    the neutral state if there are none. The list has the leaves of the results of folds
+    last.
     """
     reduces = a_round.partials
     pairs = zip(reduces, totals, strict=False)
@@ -155,17 +116,10 @@ def finish(
 
 
 def result(reduce: Reduce, total: np.ndarray | None, groups: int) -> np.ndarray:
-    """Compute the result of a reduction from its partial reduction over all groups.
+    """Compute the result of a reduction but gather from its total over all groups.
 
-    Args:
-      reduce: The reduction, as in the plan; no gather.
-      total: The partial reduction over all groups, as `add` returns it; None if no
-        group took part.
-      groups: The number of groups that took part, by which a mean divides.
-
-    Returns:
-      An array of the planned shape and dtype. If no group took part, it is NaN for a
-      mean and zero for other reductions.
+    It has the planned shape and dtype. If no group took part, `total` is None, and the
+    result NaN for a mean and zero for other reductions.
     """
     op, source = REDUCE_OPS[reduce.op], reduce.source
     if total is None:  # no group takes part

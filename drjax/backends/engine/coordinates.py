@@ -30,14 +30,7 @@ from drjax.plan import Move, Plan, Value
 
 
 def gathers_for_columns(plan: Plan) -> frozenset[str]:
-    """Find the gathered values that only work on coordinates reads.
-
-    Args:
-      plan: The plan, or the body of a loop.
-
-    Returns:
-      The names of these global values, results of gathers.
-    """
+    """Return the names of gathered values that only work on coordinates reads."""
     columns, others = set[str](), {v.name for v in (*plan.server.inputs, *plan.outputs)}
     for a_round in plan.rounds:
         loops = [loop for loop in a_round.loops if loop.op == "columns"]
@@ -52,23 +45,18 @@ def gathers_for_columns(plan: Plan) -> frozenset[str]:
 
 
 def is_move_of_slices(move: Move) -> bool:
-    """Whether a move gives each group the slice of one group: a permute or a take.
+    """Return whether a move gives each group the slice of one group.
 
-    Not a move from or to a population, which the server has, nor one that adds slices.
+    So does a permute or a take. Not a move from or to a population, which the server
+    has, nor one that adds slices.
     """
     return move.op != "put_add" and move.source.partitioned and move.result.partitioned
 
 
 def read_by_workers(plan: Plan) -> frozenset[str]:
-    """Find the outputs of local stages whose slices workers can read from each other.
+    """Return the names of values whose slices workers can read from each other.
 
-    They are read as columns, or move to other groups.
-
-    Args:
-      plan: The plan, or the body of a loop.
-
-    Returns:
-      The names of these partitioned values.
+    They are outputs of local stages, which are read as columns or move to other groups.
     """
     columns, names = gathers_for_columns(plan), set[str]()
     for a_round in plan.rounds:
@@ -81,16 +69,13 @@ def read_by_workers(plan: Plan) -> frozenset[str]:
 class PiecesOfColumns(PiecesOfBlock):
     """The columns of a block of c coordinates, as parts of pieces that workers have.
 
-    A piece is a list of arrays, with the slices that one block of groups left with its
-    worker.
-
     Attributes:
       pieces: The pieces, as in `PiecesOfBlock`.
       piece: For each of the n groups the index of its piece in `pieces`, int `[n]`; -1:
         it has none.
       position: For each group the position of its slice along axis 0, int `[n]`.
       coordinates: The flat indices of the coordinates of the block, int `[c]`.
-      number: How many coordinates a slice has, int.
+      number: How many coordinates a slice has.
       empty: The number, or small array `[*t]`, of a group that has no slice.
     """
 
@@ -99,20 +84,14 @@ class PiecesOfColumns(PiecesOfBlock):
     empty: np.ndarray
 
     def __getitem__(self, index: np.ndarray) -> "PiecesOfColumns":
-        """Return the columns of some coordinates of the block.
-
-        Args:
-          index: The positions of these k coordinates in the block, int `[k]`, or a bool
-            mask `[c]`.
-        """
+        """Return the columns of those coordinates: positions `[k]` or a mask `[c]`."""
         return replace(self, coordinates=self.coordinates[index])
 
     def assemble(self, arrays: Callable[[Any], Sequence[np.ndarray]]) -> np.ndarray:
         """Read the columns of the c coordinates into one array `[c, n, *t]`.
 
-        Args:
-          arrays: A function from the reference of a piece to its list of arrays. It is
-            called once for each piece that is used.
+        `arrays` takes the reference of a piece to its list of arrays, and is called
+        once for each piece that is used.
         """
         shape = (len(self.coordinates), len(self.piece), *self.empty.shape)
         columns = np.empty(shape, self.empty.dtype)
@@ -134,14 +113,10 @@ class PiecesOfColumns(PiecesOfBlock):
 
 
 def cut_coordinates(slices: np.ndarray, columns: PiecesOfColumns) -> np.ndarray:
-    """Return the part of some groups' slices for a block of coordinates.
+    """Return the part `[k, c, *t]` of some groups' slices for a block of c coordinates.
 
-    Args:
-      slices: The slices of k groups, `[k, *s, *t]` for coordinates of the shape `s`.
-      columns: The block of c coordinates.
-
-    Returns:
-      An array `[k, c, *t]`; a view if the coordinates are consecutive.
+    The slices are `[k, *s, *t]` for coordinates of the shape `s`. The result is a view
+    if the coordinates are consecutive.
     """
     flat = slices.reshape(len(slices), columns.number, *columns.empty.shape)
     first, index = columns.coordinates[:1], columns.coordinates
@@ -154,13 +129,8 @@ def cut_coordinates(slices: np.ndarray, columns: PiecesOfColumns) -> np.ndarray:
 class WorkerColumns:
     """The columns of slices that workers have, as a partitioned input of a stage.
 
-    Args:
-      value: The input of the body of a `columns` loop: a column of each coordinate.
-      slices: The slices of all groups.
-      size: d, the number of coordinates.
-
-    Attributes:
-      slices: As given to the constructor; workers keep them while this refers to them.
+    `value` is the input of the body of a `columns` loop, a column of each of its `size`
+    coordinates. Workers keep the slices while this refers to them.
     """
 
     def __init__(self, value: Value, slices: WorkerSlices, size: int):
@@ -171,9 +141,9 @@ class WorkerColumns:
     def pieces(self) -> list[tuple[Any, tuple[int, int, int]]]:
         """List the pieces of the slices, and what `kept_files.columns_of_file` takes.
 
-        Returns:
-          Pairs of the engine's reference to a piece, and `(position of the value among
-          its arrays, d, number of axes of t)` for slices `[*s, *t]`.
+        These are pairs of the engine's reference to a piece, and
+        `(position of the value among its arrays, d, number of axes of t)` for slices
+        `[*s, *t]` of d coordinates.
         """
         axes = self._empty.ndim
         return [(x, (leaf, self._size, axes)) for x, leaf in self.slices.pieces]
@@ -194,15 +164,10 @@ class WorkerColumns:
 def by_coordinate(value: Value, x: Any, size: int) -> Any:
     """Return an input of a `columns` loop as its body takes it.
 
-    Args:
-      value: The input of the body.
-      x: The array of the input of the loop: `[n, *s, *t]` or `[*s, *t]` for coordinates
-        of the shape `s`, or `[*t]`; or the slices of all groups as a `WorkerSlices`.
-      size: d, the number of coordinates.
-
-    Returns:
-      A view `[d, n, *t]` or `[d, *t]`, or `WorkerColumns`; `x` itself if all
-      coordinates share it.
+    `value` is the input of the body, and `x` that of the loop: `[n, *s, *t]` or
+    `[*s, *t]` for `size` coordinates of the shape `s`, or a `WorkerSlices`. The result
+    is a view with the d coordinates first, `[d, n, *t]` or `[d, *t]`, or
+    `WorkerColumns`. An `x` that all coordinates share is returned as it is.
     """
     if not value.partitioned:
         return x
@@ -211,17 +176,12 @@ def by_coordinate(value: Value, x: Any, size: int) -> Any:
     return np.moveaxis(np.reshape(x, value.whole_shape(size)), value.axis, 0)
 
 
-def whole_of_coordinates(value: Value, result: Value, x: Any) -> np.ndarray:
+def whole_of_coordinates(value: Value, result: Value, x: np.ndarray) -> np.ndarray:
     """Return an output of the body of a `columns` loop as an output of the loop.
 
-    Args:
-      value: The output of the body.
-      result: The output of the loop.
-      x: The array of the output of the body: `[d, n, *t]` or `[d, *t]`, or a sum over
-        the coordinates.
-
-    Returns:
-      `[n, *s, *t]` or `[*s, *t]` for coordinates of the shape `s`; or the sum.
+    `value` is the output of the body, and `x` its array, `[d, n, *t]` or `[d, *t]`: the
+    result is `[n, *s, *t]` or `[*s, *t]` for coordinates of the shape `s`. A sum over
+    the coordinates is returned as it is.
     """
     if not value.partitioned:
         return x

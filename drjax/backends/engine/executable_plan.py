@@ -11,6 +11,7 @@ enter `precision()` first.
 """
 
 import hashlib
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -37,13 +38,11 @@ from drjax.plan import Fold, Plan, Round, Stage, Value
 class ExecutablePlan:
     """A plan with server stages to run in this process, and a plan file for workers.
 
-    Args:
-      plan: The plan; its stages need not be exported yet.
-
     Attributes:
-      plan: The `Plan`, with exported stages.
+      plan: The plan that was passed, whose stages need not be exported, with exported
+        stages.
       file: The plan file for workers: its bytes, its hash, and the custom calls that
-        its stages may make, as a `File`.
+        its stages may make.
     """
 
     def __init__(self, plan: Plan):
@@ -66,19 +65,14 @@ class ExecutablePlan:
     def from_file(cls, file: File) -> "ExecutablePlan":
         """Load the plan from a plan file that another process has written.
 
-        Args:
-          file: The plan file. Its stages may make the custom calls that
-            `file.custom_calls` names.
-
-        Returns:
-          A new `ExecutablePlan`, which can run the server stages in this process.
+        Its stages may make the custom calls that `file.custom_calls` names.
         """
         path = Path(f"{file.key[:12]}.drjax")  # for errors
         # Without x64 the loader refuses a file that has 64-bit values.
         with jax.enable_x64(file.x64):
             return cls(plan_from_bytes(path, file.data, custom_calls=file.custom_calls))
 
-    def precision(self) -> AbstractContextManager:
+    def precision(self) -> AbstractContextManager[Any]:
         """Return a context manager for the plan's precision, `jax_enable_x64`.
 
         64-bit values are enabled in it if the plan has such values, or if
@@ -89,24 +83,17 @@ class ExecutablePlan:
     def stage_index(self, a_round: Round) -> int:
         """Return the index of a round, from 0, among all rounds of the plan and loops.
 
-        By this index, workers find the round's local stage in the plan file.
-
-        Args:
-          a_round: A round of `self.plan`, or of the body of a loop; the same object,
-            not an equal one.
+        By this index, workers find the round's local stage in the plan file. The round
+        must be the same object as in `self.plan` or in the body of a loop, not an equal
+        one.
         """
         return self._indices[id(a_round)]
 
     def run_server(self, stage: Stage, env: Environment) -> None:
-        """Run a server stage in this process; it is compiled on first use.
+        """Run a server stage of `self.plan` in this process, unless it is empty.
 
-        A stage without outputs does nothing.
-
-        Args:
-          stage: A server stage of `self.plan`.
-          env: The arrays of all values that were computed so far. The stage's inputs
-            are read from it, and its outputs are added as numpy arrays; random keys are
-            raw data.
+        Its inputs are read from `env`, and its outputs are added as numpy arrays;
+        random keys are raw data. It is compiled on first use.
         """
         # A stage without outputs is not exported.
         if stage.exported is None:
@@ -120,32 +107,20 @@ class ExecutablePlan:
     ) -> list[np.ndarray]:
         """Fold states in this process, in their order, from the neutral state on.
 
-        Args:
-          env: The arrays of all values that were computed so far; the neutral state,
-            and what the function of the fold closes over, are read from it.
-          fold: A fold of `self.plan`.
-          states: The states, each a list of leaves `[*s]`.
-
-        Returns:
-          The leaves of the result, numpy arrays `[*s]`; of the neutral state if there
-          are no states.
+        The neutral state, and what the function of the fold closes over, are read from
+        `env`. A state is a list of leaves `[*s]`, and so is the result: the neutral
+        state if there are no states.
         """
         total, consts = env.read(fold.init), env.read(fold.consts)
         for state in states:
             total = self._run(fold.combine, [*consts, *total, *state])
         return list(map(np.asarray, total))
 
-    def _run(self, stage: Stage, args: list) -> list:
-        """Run a stage of the server or the function of a fold; compiled on first use.
+    def _run(self, stage: Stage, args: list[Any]) -> list[jax.Array]:
+        """Run a stage of the server or the function of a fold, compiled on first use.
 
-        Args:
-          stage: The stage.
-          args: Its inputs, in order: arrays, random keys as raw data. Those of the
-            function of a fold are what it closes over, the leaves of the left state,
-            and of the right one.
-
-        Returns:
-          The list of its outputs, JAX arrays.
+        Random keys are raw data. The arguments of the function of a fold are what it
+        closes over, the leaves of the left state, and of the right one.
         """
         if id(stage) not in self._compiled:
             self._compiled[id(stage)] = jax.jit(
@@ -163,14 +138,10 @@ class ExecutablePlan:
     ) -> Job:
         """Make the `Job` for workers: a round's local stage with its global inputs.
 
-        Args:
-          a_round: A round of `self.plan`, or of the body of a loop.
-          env: The arrays of all values that were computed so far; the stage's global
-            inputs are read from it.
-          location: The location of the round, for errors: `2`, or `2.scan.0.1` for
-            round 1 in body 0 of the loop `scan` in round 2.
-          size: The number of groups in a block.
-          options: The engine's options; `check_nans` and `on_error` are used.
+        These are read from `env`. `location` is that of the round, for errors: `2`, or
+        `2.scan.0.1` for round 1 in body 0 of the loop `scan` in round 2. `size` is the
+        number of groups in a block. Of the options `check_nans` and `on_error` are
+        used.
         """
         stage = a_round.local
         return Job(
@@ -184,16 +155,12 @@ class ExecutablePlan:
             shared=env.read(v for v in stage.inputs if not v.partitioned),
         )
 
-    def results(self, outputs: list[np.ndarray]) -> Any:
-        """Convert the plan's outputs to what the planned function returns.
+    def results(self, outputs: Sequence[np.ndarray | None]) -> Any:
+        """Convert the plan's outputs to what the planned function returns, a pytree.
 
-        Args:
-          outputs: The outputs of the plan, in order: numpy arrays, with random keys as
-            raw data; or None for one that the caller replaces afterwards. A partitioned
-            value has the groups along its `Value.axis`.
-
-        Returns:
-          A pytree of JAX arrays; 0 where an output is None.
+        Outputs are numpy arrays in the order of the plan, with random keys as raw data
+        and the groups of a partitioned value along its `Value.axis`. None, for one that
+        the caller replaces afterwards, becomes 0.
         """
         arrays = [
             0 if x is None else from_raw(jax.numpy.asarray(x), value.dtype)
@@ -203,10 +170,5 @@ class ExecutablePlan:
 
 
 def scatter(slices: Value, whole: np.ndarray) -> np.ndarray:
-    """Return the slices of a global array, `[n, ...]`: its group axis moved to axis 0.
-
-    Args:
-      slices: The partitioned value that is the result; its `axis` is the group axis.
-      whole: The global array, `[..., n, ...]`; the result is a view of it.
-    """
+    """Return the slices of a global array `[..., n, ...]`: a view `[n, ...]` of it."""
     return np.moveaxis(whole, slices.axis, 0)

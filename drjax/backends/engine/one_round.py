@@ -36,10 +36,9 @@ class GroupsStage:
     """The local stage of a plan of one round, to be run on blocks in a user's pipeline.
 
     Attributes:
-      job: The stage and its global inputs, a `Job` that workers run on blocks.
-      lazy: For each partitioned input of the stage, in order, a
-        `drjax.backends.groups.Lazy`, which names the leaf of a group's data that is the
-        group's slice.
+      job: The stage and its global inputs.
+      lazy: For each partitioned input of the stage, in order, which leaf of a group's
+        data is the group's slice.
     """
 
     job: Job
@@ -51,21 +50,10 @@ def split(
 ) -> "tuple[GroupsStage, ResultsFromTotals]":
     """Split a plan of one round into the groups' stage and the server's work after it.
 
-    Args:
-      plan: A plan of one round, without loops and without partitioned results.
-      args: The arguments of the planned function, all by position; `...` for the one
-        whose slices the groups have.
-      options: An `EngineOptions`, of which `block_size`, `timeout`, `on_error`,
-        `min_groups` and `check_nans` count.
-
-    Returns:
-      `(stage, results_from_totals)`: a `GroupsStage`, and a callable that takes the
-      combined partial reductions of all its blocks, with the number of groups that took
-      part as the last element, and returns the results of the planned function.
-
-    Raises:
-      DrjaxTypeError, DrjaxValueError: The plan is not of one round, or has loops,
-        gathers, moves of slices or partitioned results; or the arguments do not fit it.
+    `args` are the arguments of the planned function, all by position, with `...` for
+    the one whose slices the groups have. Of the options `block_size`, `timeout`,
+    `on_error`, `min_groups` and `check_nans` count. A plan or arguments that do not fit
+    are a `DrjaxValueError` or `DrjaxTypeError`.
     """
     if sum(x is ... for x in args) != 1:
         raise DrjaxTypeError(
@@ -99,16 +87,10 @@ def split(
 
 
 def _check_one_round(plan: Plan) -> None:
-    """Check that a plan has one round with reductions, and otherwise global work only.
+    """Raise a `DrjaxValueError` unless a plan is one round that can be split.
 
-    There may be no gathers, no moves, no loops, no partitioned results, and no folds
-    that need the order of the groups.
-
-    Args:
-      plan: The plan.
-
-    Raises:
-      DrjaxValueError: The plan has one of these, or no or several rounds.
+    It must have reductions. There may be no gathers, no moves, no loops, no partitioned
+    results, and no folds that need the order of the groups.
     """
     (first, *others), reduces = plan.rounds or [None], []
     if first is not None:
@@ -134,16 +116,9 @@ def _inputs_of_groups(
 ) -> Environment:
     """Run a plan of one round up to its local stage: server stage, then scatters.
 
-    Args:
-      executable: The plan, of one round, with compiled server stages.
-      a_round: Its round.
-      args: The arguments of the planned function, by position; `...` for the one that
-        the groups have.
-
-    Returns:
-      A new `Environment` with the arrays of the plan's inputs, the outputs of the
-      server stage and the scattered values. The values of the argument `...` are each a
-      `Lazy`, which names a leaf of a group's data, and has no data.
+    The result has the plan's inputs, the outputs of the server stage and the scattered
+    values. The values of the argument `...` are each a `Lazy`, which names a leaf of a
+    group's data, and has no data.
     """
     plan, env = executable.plan, Environment()
     # A `Groups` has the place of the data, and is never read.
@@ -160,14 +135,10 @@ def _inputs_of_groups(
 class ResultsFromTotals:
     """The server's work of a plan of one round, after the local stage; a callable.
 
-    It takes the combined partial reductions of the stage, and returns the results of
-    the planned function. It can be pickled, for the last step of a pipeline.
-
-    Args:
-      file: The plan file.
-      values: Arrays by the names of their `Value`s: the global values that are known
-        before the reductions, and that the last server stage reads or the plan returns.
-      options: An `EngineOptions`, of which `on_error` and `min_groups` count.
+    It can be pickled, for the last step of a pipeline. `values` are arrays by the names
+    of their `Value`s: the global values that are known before the reductions, and that
+    the last server stage reads or the plan returns. Of the options `on_error` and
+    `min_groups` count.
     """
 
     def __init__(self, file: File, values: dict[str, Any], options: EngineOptions):
@@ -176,20 +147,12 @@ class ResultsFromTotals:
     def __call__(self, totals: Totals) -> Any:
         """Compute the planned function's results from all blocks' partial reductions.
 
-        Args:
-          totals: A list. It has for each of the round's reductions but gathers the
-            combination of the partial reductions of all blocks, an array (a mean is
-            still a sum); then, if there are folds, the indices of the blocks' first
-            groups, `[blocks]`, and each leaf of the blocks' states, `[blocks, *s]`; and
-            last the number of groups that took part. Each is None if no group took
-            part.
-
-        Returns:
-          The result of the planned function, a pytree of JAX arrays.
-
-        Raises:
-          EngineError: More than n groups took part, or too few: less than `min_groups`,
-            or than n with `on_error="raise"`.
+        `totals` has for each of the round's reductions but gathers its total, as
+        `combine.add` returns it; then, if there are folds, the indices of the blocks'
+        first groups, `[blocks]`, and each leaf of the blocks' states, `[blocks, *s]`;
+        and last the number of groups that took part. Each is None if no group took
+        part. An `EngineError` is raised if more than n groups took part, or too few:
+        less than `min_groups`, or than n with `on_error="raise"`.
         """
         *partials, count = totals
         # What was pickled has only the bytes of the file, so the plan is loaded now.

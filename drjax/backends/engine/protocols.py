@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from drjax.backends.engine.job import Job
-from drjax.backends.engine.messages import Block, BlockResult, Task, WorkerState
+from drjax.backends.engine.messages import Block, BlockResult, File, Task, WorkerState
 from drjax.backends.engine.options import EngineOptions
 
 
@@ -29,17 +29,15 @@ class StageCall:
     """One run of a round's local stage: what the driver asks of an engine.
 
     Attributes:
-      job: The stage with its global inputs, a `Job`: what all workers get.
       slices: For each partitioned input of the stage, in order, an array `[n, ...]`
         with the slices along axis 0; a `drjax.backends.groups.Lazy`, whose slices are
         read block by block; or a `WorkerSlices`, whose slices workers have. If the
         groups of the stage are coordinates, also a `WorkerColumns`.
       alive: Which groups take part, bool `[n]`; the others were dropped.
-      options: The engine's options, an `EngineOptions`.
-      lost: A function of the reason, a text, without a result. The engine calls it
-        whenever a block is lost and tried again.
-      cache: A dict in which the engine may store objects, by keys of its own, between
-        calls of the same `Runner`.
+      lost: The engine calls it with the reason whenever a block is lost and tried
+        again.
+      cache: Where the engine may store objects, by keys of its own, between calls of
+        the same `Runner`.
       initial: A description, as JSON data, of one group's slice of the kept arguments
         (those that are results of the call before): structure, names and types. Workers
         that load these slices themselves before the first call check them against it.
@@ -62,11 +60,11 @@ class Engine(Protocol):
     """A protocol: what runs the local stages of a plan for the driver.
 
     Attributes:
-      workers: How many workers there are, int.
-      stays: Of which outputs of stages the workers have the slices between stages,
-        text: `"all"` that are read later, and no worker may have those of others;
-        `"kept"`, results that stay for the next call, and slices that workers read
-        from each other; or `""`, none. If there are some, the engine is a
+      workers: How many workers there are.
+      stays: Of which outputs of stages the workers have the slices between stages:
+        `"all"` that are read later, and no worker may have those of others; `"kept"`,
+        results that stay for the next call, and slices that workers read from each
+        other; or `""`, none. If there are some, the engine is a
         `drjax.backends.engine.worker_slices.Keeping`, and results of blocks have a
         `piece`.
     """
@@ -79,19 +77,11 @@ class Engine(Protocol):
         ...
 
     def results(self, call: StageCall) -> Results:
-        """Run the stage on all groups that take part, in blocks.
+        """Run the stage on all groups that take part, each in one block.
 
-        Args:
-          call: The run of the stage.
-
-        Yields:
-          Pairs of a `Block` (groups that run at once) and its `BlockResult` (their
-          partial reductions and slices, and which groups failed), until each group was
-          in one. An engine that combines partial reductions itself yields these last,
-          as the result of an empty block; its results before that have none.
-
-        Raises:
-          Exception: The stage failed, and no single group causes it.
+        An engine that combines partial reductions itself yields these last, as the
+        result of an empty block; its results before that have none. Whatever it raises
+        means that the stage failed, and that no single group causes it.
         """
         ...
 
@@ -110,93 +100,66 @@ class Lost(Exception):
 class Pool(Protocol):
     """A protocol: workers that run one block at a time.
 
-    In each worker `drjax.backends.engine.worker.run` runs the block.
+    In each worker `drjax.backends.engine.worker.run` runs the block. References and
+    handles are objects of the pool's own types; handles are hashable. `result`,
+    `abandon` and `forget` each end the use of a handle.
 
     Attributes:
-      workers: How many workers there are, int.
-      stays: Of which outputs of stages the workers have the slices between stages,
-        text: `"all"`, `"kept"` or `""`, as of an `Engine`.
-      generation: An int that grows whenever all workers are started again, and objects
-        that were shared with the former ones are gone.
+      workers: How many workers there are.
+      stays: As of an `Engine`.
+      generation: A number that grows whenever all workers are started again, and
+        objects that were shared with the former ones are gone.
     """
 
     workers: int
     stays: str
     generation: int
 
-    def share(self, x: Any) -> Any:
-        """Make an object available to all workers.
+    def share(self, x: File | list[np.ndarray]) -> Any:
+        """Make an object available to all workers; return a reference for `submit`.
 
-        Args:
-          x: A plan file, or a stage's global inputs, a list of arrays.
-
-        Returns:
-          A reference to the object, for `submit`; its type is the pool's own.
+        It is a plan file, or a stage's global inputs, a list of arrays.
         """
         ...
 
     def submit(self, task: Task, file: Any, shared: Any) -> Any:
-        """Send a task to the worker that has the fewest tasks, without waiting.
+        """Send a task to the least loaded worker, and return its handle.
 
-        Args:
-          task: The block, and the stage to run.
-          file: The reference that `share` returned for the plan file.
-          shared: The reference that `share` returned for the global inputs of the
-            stage.
-
-        Returns:
-          The handle of the task: an object of the pool, hashable, for the other
-          methods.
+        `file` and `shared` are references from `share`, to the plan file and to the
+        global inputs of the stage. It does not wait for the task.
         """
         ...
 
     def wait(self, handles: Sequence[Any], timeout: float | None) -> Sequence[Any]:
-        """Wait until some task is done, or until the time is over.
+        """Wait until some task is done, and return the handles of those that are.
 
-        Args:
-          handles: The handles of tasks in flight.
-          timeout: In seconds; None: no limit.
-
-        Returns:
-          Handles of tasks that are done, at least one; none if the time is over.
+        The result is empty only if `timeout` seconds are over; None: no limit.
         """
         ...
 
     def result(self, handle: Any) -> BlockResult:
-        """Return the result of a task that is done, and release its handle.
+        """Return the result of a task that is done.
 
-        Args:
-          handle: What `submit` returned for the task; it is not used again.
-
-        Raises:
-          Lost: The worker is gone, and was replaced by another.
-          Exception: The stage raised it, or it has the text of what the stage raised.
+        `Lost` is raised if the worker is gone, and was replaced by another; and what
+        the stage raised, or an exception with its text.
         """
         ...
 
     def abandon(self, handle: Any) -> None:
-        """Give up a task: end the worker that has it, and start another.
-
-        Args:
-          handle: What `submit` returned for the task; it is not used again.
-        """
+        """Give up a task: end the worker that has it, and start another."""
         ...
 
     def forget(self, handle: Any) -> None:
         """Release a task whose result is not needed.
 
         The worker stays, and may finish the task; `abandon` replaces it.
-
-        Args:
-          handle: What `submit` returned for the task; it is not used again.
         """
         ...
 
     def states(self) -> list[WorkerState]:
-        """Ask each worker what it is doing, and return a list of `WorkerState`s.
+        """Ask each worker what it is doing.
 
-        A worker that does not answer in time may be left out. The list is empty if the
-        pool cannot run the groups of a block one by one to find a group that takes too
-        long.
+        One that does not answer in time may be left out. The list is empty if the pool
+        cannot run the groups of a block one by one to find a group that takes too long.
         """
         ...

@@ -27,21 +27,17 @@ from drjax.plan import Fold, Plan, Round, Stage, Value
 class StageResults:
     """Combines the results of a stage's blocks as they arrive, on the driver.
 
-    Args:
-      a_round: The round whose local stage it is.
-      kept: The outputs of the stage that are read later, `Value`s.
-      n: The number of groups.
-      block_size: The number of groups in a full block.
-      fold: `fold(fold, states)` folds states, each a list of leaves `[*s]`, in their
-        order, and returns the leaves of the result; it is called in `finish`.
-      stay: For each of `kept` whether its slices stay with the workers; () if none do.
-      engine: The engine whose workers these are; None if no slices stay.
+    `kept` are the outputs of the stage that are read later, and `stay` says for each of
+    them whether its slices stay with the workers; () if none do. If some
+    do, `engine` is a `Keeping`.
+    `fold(fold, states)` folds states, each a list of leaves `[*s]`, in their order, and
+    returns the leaves of the result; it is called in `finish`.
 
     Attributes:
-      groups: How many groups took part to the end, int.
-      blocks: How many blocks workers have done, int.
-      full_blocks: The `BlockResult`s of full blocks, for their times: a list, without
-        partial reductions and slices.
+      groups: How many groups took part to the end.
+      blocks: How many blocks workers have done.
+      full_blocks: The results of full blocks, those of `block_size` groups, for their
+        times: without partial reductions and slices.
     """
 
     def __init__(
@@ -72,13 +68,8 @@ class StageResults:
     def add(self, block: Block, block_result: BlockResult, alive: np.ndarray) -> None:
         """Add the result of a block: combine partial reductions, and store slices.
 
-        `groups`, `blocks` and `full_blocks` are updated.
-
-        Args:
-          block: The block; groups that its `valid` masks do not count.
-          block_result: Its result.
-          alive: Which groups take part, bool `[n]`, without those that failed in this
-            block.
+        `alive`, bool `[n]`, is without the groups that failed in this block; groups
+        that the block masks do not count either.
         """
         # A group that failed in this block itself is not alive any more.
         good = block.valid & alive[block.groups]
@@ -107,12 +98,10 @@ class StageResults:
     def finish(self) -> list[Any]:
         """Finish the reductions; to be called once, after all blocks were added.
 
-        Returns:
-          A list of arrays: the reduced value of each of the round's reductions but
-          gathers, the leaves of the results of its folds, then all groups' slices
-          `[n, ...]` of each output in `kept`. Slices of groups without a result are
-          NaN, or zero if they are no floats. In place of slices that stay with the
-          workers there are `WorkerSlices`.
+        The result is the reduced value of each of the round's reductions but gathers,
+        the leaves of the results of its folds, then all groups' slices `[n, ...]` of
+        each output in `kept`; a `WorkerSlices` where they stay with the workers. Slices
+        of groups without a result are NaN, or zero if they are no floats.
         """
         results = finish(self._round, self._totals, self.groups, self._fold)
         arrays, leaf, kept = iter(self._slices), itertools.count(), []
@@ -132,13 +121,9 @@ def stage_error(
 ) -> EngineError:
     """Make, but not raise, the `EngineError` of a stage that failed.
 
-    Args:
-      plan: The plan.
-      location: The location of the round, text: `2` is the plan's second round, and
-        `2.scan.0.1` the first round in body 0 of the loop `scan` of round 2.
-      stage: The stage.
-      why: The reason, text.
-      group: The index of the group that failed; None: no single group did.
+    `location` is that of the round: `2` is the plan's second round, and `2.scan.0.1`
+    the first round in body 0 of the loop `scan` of round 2. `group` is the one that
+    failed; None: no single group did.
     """
     who = "The groups' work" if group is None else f"Group {group}"
     return EngineError(
@@ -153,19 +138,7 @@ def stage_error(
 def check_survivors(
     plan: Plan, location: str, stage: Stage, groups: int, min_groups: int
 ) -> None:
-    """Check that enough groups took part in a stage to the end, and were not dropped.
-
-    Args:
-      plan: The plan.
-      location: The location of the round, text for the error: `2` is the plan's second
-        round, and `2.scan.0.1` the first round in body 0 of the loop `scan` of round 2.
-      stage: The stage.
-      groups: How many groups took part to the end.
-      min_groups: How many must.
-
-    Raises:
-      EngineError: They are fewer than `min_groups`.
-    """
+    """Raise an `EngineError` if fewer than `min_groups` groups survive a stage."""
     if groups < min_groups:
         why = f"{groups} of {plan.size} groups survive, but min_groups={min_groups}"
         raise stage_error(plan, location, stage, why)

@@ -24,7 +24,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import TracebackType
 
 import cloudpickle
 
@@ -39,13 +39,9 @@ _CACHE_SETTINGS = {
 class SubprocessRun:
     """A function that runs in a new process, which can be killed with its workers.
 
-    It is a `drjax.backends.engine.file_exchange.Run`; the constructor starts it.
-
-    Args:
-      fn: A function without arguments, whose result is ignored. cloudpickle must be
-        able to pickle it.
-      folder: A local folder for the pickled function, the log, the text of an error and
-        compiled code.
+    It is a `drjax.backends.engine.file_exchange.Run`; the constructor starts it. The
+    local folder gets the pickled function, the log, the text of an error and compiled
+    code.
     """
 
     def __init__(self, fn: Callable[[], None], folder: Path):
@@ -108,12 +104,8 @@ class SubprocessRun:
 class ThreadRun:
     """A function that runs in a thread of this process; it can only be waited for.
 
-    It is a `drjax.backends.engine.file_exchange.Run`, whose `end` waits. The
-    constructor starts it.
-
-    Args:
-      fn: A function without arguments, whose result is ignored.
-      folder: Not used; `SubprocessRun` needs it.
+    It is a `drjax.backends.engine.file_exchange.Run`, whose `end` waits; the
+    constructor starts it. The folder is not used: `SubprocessRun` needs it.
     """
 
     def __init__(self, fn: Callable[[], None], folder: Path):
@@ -141,13 +133,7 @@ class ThreadRun:
 
 
 def _end_with(parent: int) -> None:
-    """Wait for the end of the parent process, then kill this process and its workers.
-
-    It runs in a thread, and never returns.
-
-    Args:
-      parent: The process id of the parent.
-    """
+    """Wait for the end of the parent process, then kill this one and its workers."""
     # A process whose parent dies gets another parent, without a signal.
     while os.getppid() == parent:
         time.sleep(1)
@@ -155,19 +141,20 @@ def _end_with(parent: int) -> None:
 
 
 def _main(path: Path, parent: int) -> None:
-    """Run a pickled function: the entry point of a process of `SubprocessRun`.
+    """Run the pickled function in the file `path`: entry point of a `SubprocessRun`.
 
     If the function or one of its threads raises, the process ends with status 1, and
-    the reason is written to the file `error` in the folder of `path`.
-
-    Args:
-      path: The file with the function, as cloudpickle has written it.
-      parent: The process id of the parent; when it ends, this process is killed.
+    the reason is written to the file `error` in the folder of `path`. It is killed when
+    the process `parent` ends.
     """
     threading.Thread(target=_end_with, args=[parent], daemon=True).start()
     messages: list[str] = []
 
-    def failed(kind: type, error: BaseException | None, trace: Any) -> None:
+    def failed(
+        kind: type[BaseException],
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         traceback.print_exception(kind, error, trace)
         messages.append(f"{kind.__name__}: {error}".strip(": "))
         if len(messages) > 1:  # the first waits for what others have to say
