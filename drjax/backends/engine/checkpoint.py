@@ -38,12 +38,13 @@ class Checkpoint:
 
     Calls without the option `checkpoint` use it; the subclass `FolderCheckpoint` stores
     entries in a folder. An entry is a list of arrays: the results of one round's
-    groups, the progress of a loop, or the indices of dropped groups. Its key is a text,
-    such as `2.groups` for the groups of round 2.
+    groups, the progress of a loop, or the indices of dropped groups. Its key is its
+    location in the plan, such as `2.groups` for the groups of round 2, or `3.scan` for
+    a loop in round 3.
 
     Attributes:
       resumed: The number of entries that were restored from an earlier, interrupted
-        call, an int.
+        call.
     """
 
     resumed = 0
@@ -53,41 +54,28 @@ class Checkpoint:
 
         A `FolderCheckpoint` has the entries that `put` has set in this call, and those
         that it has read from its folder when it was created.
-
-        Args:
-          key: The location in the plan, such as `2.groups` for the groups of round 2.
         """
 
     def put(self, key: str, entry: Entry, over: str | None = None) -> None:
         """Set the entry of a key, and drop entries that are not needed any more.
 
-        Args:
-          key: The location in the plan, such as `2.groups` for the groups of round 2,
-            or `3.scan` for a loop in round 3.
-          entry: The entry, a list of arrays.
-          over: A prefix of keys, such as `3.scan.`. Entries whose keys start with it
-            are dropped: after a step of a loop, those of the rounds inside the loop.
-            None: no entry is dropped.
+        These are those whose keys start with `over`, such as `3.scan.`: after a step of
+        a loop, those of the rounds inside the loop. None: no entry is dropped.
         """
 
     def write(self) -> None:
         """Begin to save the entries, if any has changed since they were saved.
 
         The driver calls it before each stage of the groups. Saving continues in the
-        background.
-
-        Raises:
-          EngineError: The previous save failed, or another driver has locked the folder
-            in the meantime.
+        background. An `EngineError` is raised if the previous save failed, or another
+        driver has locked the folder in the meantime.
         """
 
     def close(self) -> None:
         """Save the entries that are not saved yet, and unlock the folder.
 
-        It is called when the call has returned or raised.
-
-        Raises:
-          EngineError: The entries cannot be saved. The folder is unlocked all the same.
+        It is called when the call has returned or raised. If the entries cannot be
+        saved, the folder is unlocked, and an `EngineError` is raised.
         """
 
     def clear(self) -> None:
@@ -111,14 +99,10 @@ class Checkpoint:
 class FolderCheckpoint(Checkpoint):
     """A `Checkpoint` that saves its entries as files in a folder, which it locks.
 
-    Args:
-      folder: The folder: a local path, or a URL of a file system that fsspec supports.
-      fingerprint: The hash that identifies the call, from `call_fingerprint`. Files
-        that were saved with another fingerprint are an error.
-
-    Raises:
-      EngineError: The folder cannot be used, another driver has locked it, it has
-        entries of another call, or all of its files are damaged.
+    The folder is a local path, or a URL of a file system that fsspec supports. The
+    constructor raises an `EngineError` if it cannot be used, if another driver has
+    locked it, if all of its files are damaged, or if they have another `fingerprint`, a
+    hash from `call_fingerprint`: then they are of another call.
     """
 
     def __init__(self, folder: str | os.PathLike[str], fingerprint: str):
@@ -199,15 +183,9 @@ def _locked_folder(
 ) -> tuple[_storage.Folder, "folder_lock.Lock | folder_lock.Lease"]:
     """Create a folder, unless it exists, and lock it for this process.
 
-    Args:
-      path: The folder: a local path, or a URL of a file system that fsspec supports.
-
-    Returns:
-      `(folder, lock)`: an object that reads and writes files in the folder by name, and
-      the lock, which the caller ends by `lock.release()`.
-
-    Raises:
-      EngineError: The folder cannot be used, or another driver has locked it.
+    The path is local, or a URL of a file system that fsspec supports. The caller ends
+    the lock by its `release()`. An `EngineError` is raised if the folder cannot be
+    used, or another driver has locked it.
     """
     try:
         folder = _storage.folder(_storage.locate(path))
@@ -228,18 +206,11 @@ def _locked_folder(
 
 
 def call_fingerprint(plan_key: str, inputs: list[Any], options: EngineOptions) -> str:
-    """Hash what determines the results of one call of a plan on an engine.
+    """Return a SHA-256 of what determines the results of one call, in hexadecimal.
 
-    Arrays are hashed by content, dtype and shape, Parquet files by their paths and
-    sizes. The data of other `Groups`, such as an iterable, is not hashed.
-
-    Args:
-      plan_key: The SHA-256 of the plan file, in hexadecimal.
-      inputs: The inputs of the plan, in order, each a numpy array or a `Lazy`.
-      options: The engine's options; only `on_error` and `check_nans` are hashed.
-
-    Returns:
-      A SHA-256, in hexadecimal.
+    `plan_key` is the hash of the plan file. Of the inputs, arrays are hashed by
+    content, dtype and shape, Parquet files by their paths and sizes; the data of other
+    `Groups`, such as an iterable, is not hashed.
     """
     # Only options that change results: a resumed call may have other workers, block
     # sizes or time limits.

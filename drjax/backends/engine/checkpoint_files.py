@@ -24,7 +24,6 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 
@@ -44,12 +43,8 @@ _HASH = hashlib.sha256().digest_size
 class StepFiles:
     """The checkpoint files of one call, in one folder.
 
-    Each file, a *step*, holds all entries of the call at one moment. An entry is a list
-    of arrays with a text as its key. Files are written in a background thread.
-
-    Args:
-      folder: The folder, local or remote.
-      fingerprint: The hash that identifies the call; each file contains it.
+    Each file, a *step*, holds all entries of the call at one moment, and the
+    fingerprint that identifies the call. Files are written in a background thread.
     """
 
     def __init__(self, folder: _storage.Folder, fingerprint: str):
@@ -61,16 +56,12 @@ class StepFiles:
         self._thread = ThreadPoolExecutor(1, "drjax-checkpoint")
 
     def restore(self) -> dict[str, Entry]:
-        """Read the entries from the newest file that is not damaged.
+        """Read the entries, by key, from the newest file that is not damaged.
 
-        Unfinished files are removed, and damaged newer files cause a `RuntimeWarning`.
-
-        Returns:
-          The entries by key; {} if the folder has no checkpoint file.
-
-        Raises:
-          EngineError: The folder cannot be read, all checkpoint files are damaged, or
-            the newest undamaged one has the fingerprint of another call.
+        There are none if the folder has no checkpoint file. Unfinished files are
+        removed, and damaged newer files cause a `RuntimeWarning`. An `EngineError` is
+        raised if the folder cannot be read, all checkpoint files are damaged, or the
+        newest undamaged one has the fingerprint of another call.
         """
         steps = sorted(
             (int(m[1]), m[0])
@@ -104,12 +95,7 @@ class StepFiles:
     def _remove_unfinished_and_list(self) -> list[str]:
         """Remove unfinished checkpoint files of an earlier driver, and list the folder.
 
-        Returns:
-          The names of all files in the folder, including the removed ones.
-
-        Raises:
-          EngineError: The folder cannot be read, or an unfinished file cannot be
-            removed.
+        The list has the names of all files, including the removed ones.
         """
         try:
             names = self._folder.names()
@@ -124,15 +110,10 @@ class StepFiles:
         return names
 
     def _report_damage(self, reasons: list[str]) -> None:
-        """Warn that checkpoint files are damaged, if there is an older one to use.
+        """Warn that checkpoint files are damaged, or raise an `EngineError` if all are.
 
-        `self._steps` tells: a list with the name of that older file, or [].
-
-        Args:
-          reasons: For each damaged file a text: its path and why it cannot be used.
-
-        Raises:
-          EngineError: `self._steps` is empty: no file can be used.
+        `self._steps` has the name of the older file to use, if there is one; `reasons`
+        has for each damaged file its path and why it cannot be used.
         """
         text = f"The checkpoint has files that cannot be used: {', '.join(reasons)}. "
         if not self._steps:
@@ -150,13 +131,10 @@ class StepFiles:
         )
 
     def save(self, entries: dict[str, Entry]) -> None:
-        """Begin to write a new checkpoint file, in the background thread.
+        """Begin to write a checkpoint file of all entries, in the background thread.
 
-        Call `wait` before the next `save`: it reports whether the file was written.
-
-        Args:
-          entries: All entries of the call, by key. The dict may be changed afterwards,
-            its arrays may not.
+        Call `wait` before the next `save`: it reports whether the file was written. The
+        dict may be changed afterwards, its arrays may not.
         """
         self._number += 1
         # A copy of the dict, not of the arrays: entries are never changed in place.
@@ -167,14 +145,8 @@ class StepFiles:
     def _write(self, name: str, entries: dict[str, Entry]) -> None:
         """Write a checkpoint file, then remove older ones except the one before it.
 
-        It runs in the background thread. Damaged files are removed too.
-
-        Args:
-          name: The name of the new file, such as `step-000000001`.
-          entries: All entries of the call, by key.
-
-        Raises:
-          OSError: The file cannot be written.
+        Damaged ones are removed, too. It runs in the background thread. `name` is that
+        of the new file, such as `step-000000001`.
         """
         self._folder.write(name, _chunks(self._fingerprint, entries))
         self._steps.append(name)
@@ -186,12 +158,9 @@ class StepFiles:
                 self._folder.remove(step)
 
     def wait(self) -> None:
-        """Wait until the file that `save` began is on disk.
+        """Wait until the file that `save` began, if any, is on disk.
 
-        If no file is being written, it returns at once.
-
-        Raises:
-          EngineError: The file could not be written. The error is raised once.
+        If it could not be written, an `EngineError` is raised, once.
         """
         saving: Future | None = self._saving
         self._saving = None
@@ -213,11 +182,7 @@ class StepFiles:
             ) from error
 
     def remove(self) -> None:
-        """Remove all checkpoint files from the folder; others, such as the lock, stay.
-
-        Raises:
-          OSError: A file cannot be removed, or the folder cannot be listed.
-        """
+        """Remove all checkpoint files from the folder, and no others."""
         # Other files stay, such as the lock's: others may be waiting for it.
         for name in self._folder.names():
             if _STEP.fullmatch(name):
@@ -228,13 +193,11 @@ class StepFiles:
         self._thread.shutdown()
 
     def _error(self, name: str, what: str, error: Exception, fix: str) -> EngineError:
-        """Create, but not raise, an `EngineError` about a file in the folder.
+        """Make, but not raise, an `EngineError` about a file in the folder.
 
-        Args:
-          name: The name of the file; empty for the folder itself.
-          what: What is wrong, as the end of a sentence: "cannot be written".
-          error: The exception that is the cause; its text becomes part of the message.
-          fix: One or two sentences on what the user can do.
+        Without a `name` it is about the folder itself. `what` is the end of a sentence,
+        such as "cannot be written", `error` the cause, and `fix` what the user can do,
+        in sentences.
         """
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
         return EngineError(
@@ -246,16 +209,13 @@ class StepFiles:
 # A step as bytes
 
 
-def _chunks(fingerprint: str, entries: dict[str, Entry]) -> Iterator[Any]:
+def _chunks(
+    fingerprint: str, entries: dict[str, Entry]
+) -> Iterator[bytes | memoryview]:
     """Serialize entries to the bytes of a checkpoint file, in parts.
 
-    Args:
-      fingerprint: The hash that identifies the call.
-      entries: The entries, by key.
-
-    Returns:
-      An iterator of `bytes` and of `memoryview`s of arrays; only arrays that are not
-      contiguous are copied.
+    These are `bytes` and `memoryview`s of arrays; only arrays that are not contiguous
+    are copied.
     """
     # The names in the header are those of the file format: "key" is the fingerprint.
     types = {
@@ -273,17 +233,10 @@ def _chunks(fingerprint: str, entries: dict[str, Entry]) -> Iterator[Any]:
 
 
 def _parse(data: bytes) -> tuple[str, dict[str, Entry]]:
-    """Deserialize the bytes of a checkpoint file.
+    """Deserialize the fingerprint and the entries of a checkpoint file.
 
-    Args:
-      data: All bytes of the file.
-
-    Returns:
-      `(fingerprint, entries)`: the hash that identifies the call, and the entries by
-      key, with arrays that are read-only views of `data`.
-
-    Raises:
-      LookupError, TypeError, ValueError: The file is damaged, or is no checkpoint file.
+    Arrays are read-only views of `data`. A `LookupError`, `TypeError` or `ValueError`
+    is raised if the file is damaged, or is no checkpoint file.
     """
     if len(data) < len(_MAGIC) + _HASH or not data.startswith(_MAGIC):
         raise ValueError("it is no step of a checkpoint, or was cut off")
@@ -307,7 +260,7 @@ def _parse(data: bytes) -> tuple[str, dict[str, Entry]]:
 
 
 def _bytes(x: np.ndarray) -> memoryview:
-    """Return the bytes of an array `x` of any dtype, in C order, as a `memoryview`.
+    """Return the bytes of an array of any dtype, in C order.
 
     The array is copied only if it is not contiguous.
     """

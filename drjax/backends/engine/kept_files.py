@@ -30,10 +30,8 @@ from drjax.backends.engine.worker_slices import PiecesOfBlock, WorkerSlices
 class KeptFiles:
     """The folders of slices that stay, in a shared file system; the driver's part.
 
-    A folder has the slices of one run of a stage.
-
-    Args:
-      files: The file system, a `drjax.backends.engine.file_exchange.Files`.
+    A folder has the slices of one run of a stage. `files` is a
+    `drjax.backends.engine.file_exchange.Files`, here and in this module's functions.
     """
 
     def __init__(self, files: Any):
@@ -42,12 +40,9 @@ class KeptFiles:
         self._slices: weakref.WeakSet[WorkerSlices] = weakref.WeakSet()
 
     def new_folder(self, parent: str) -> str:
-        """Make a folder for the slices of one run of a stage, and return its path.
+        """Make a folder in `parent` for the slices of one run of a stage.
 
         The folder is recorded, for `remove`.
-
-        Args:
-          parent: The path of the folder in which it is made.
         """
         folder = f"{parent}/kept-{uuid.uuid4().hex}"
         self._files.make(folder)
@@ -62,21 +57,15 @@ class KeptFiles:
         self._slices.add(slices)
 
     def read(self, path: str) -> Sequence[np.ndarray]:
-        """Read the slices of one block from its file, a list of arrays `[c, ...]`.
-
-        Args:
-          path: The path of the file, from `path_of`.
-        """
+        """Read the slices of one block, arrays `[c, ...]`, from a file of `path_of`."""
         return read(self._files, path)
 
     def remove(self, unused_only: bool = True) -> None:
         """Remove the folders of `new_folder` whose slices are not needed any more.
 
         A folder is needed while it has slices that were passed to `add` and were not
-        released or garbage-collected since.
-
-        Args:
-          unused_only: If False, all folders are removed, as when the engine is closed.
+        released or garbage-collected since. If `unused_only` is false, all folders are
+        removed, as when the engine is closed.
         """
         used = {
             piece.rpartition("/")[0]
@@ -90,25 +79,19 @@ class KeptFiles:
 
 
 def read(files: Any, path: str) -> list[np.ndarray]:
-    """Read a file with the slices that one block of an earlier stage has left.
+    """Read the file that `path_of` names, with the slices that one block has left.
 
-    Args:
-      files: The file system, a `drjax.backends.engine.file_exchange.Files`.
-      path: The path of the file, from `path_of`.
-
-    Returns:
-      For each output of that stage whose slices stay between stages, in order, an array
-      `[c, ...]`.
+    For each output of that stage whose slices stay between stages, in order, it has an
+    array `[c, ...]`.
     """
     return wire_format.from_bytes(files.read(path))[1]
 
 
 def path_of(folder: str, block: Block) -> str:
-    """Return the path of the file with the slices of a block that stay between stages.
+    """Return the path of the file with a block's slices that stay between stages.
 
-    Args:
-      folder: The folder for the slices of this run of the stage.
-      block: The block; the file is named by its first group.
+    `folder` is that of this run of the stage; the file is named by the block's first
+    group.
     """
     return f"{folder}/block-{block.groups[0]:012}"
 
@@ -118,16 +101,8 @@ def store_staying_slices(
 ) -> BlockResult:
     """Write a block's slices that stay between stages to a file; a worker calls it.
 
-    Args:
-      files: The file system, a `drjax.backends.engine.file_exchange.Files`.
-      folder: The folder for the slices of this run of the stage.
-      stay: For each of `result.slices` whether it stays.
-      block: The block.
-      result: Its result, which is not changed.
-
-    Returns:
-      A copy of the result without these slices; `result` itself, and no file, if it has
-      no slices.
+    `stay` says for each of `result.slices` whether it stays; a copy of the result
+    without these is returned. `result` itself, and no file, if it has no slices.
     """
     if not result.slices:  # all groups have failed
         return result
@@ -137,23 +112,22 @@ def store_staying_slices(
     return replace(result, slices=[x for x, stays in pairs if not stays])
 
 
-def slices_to_message(x: Any, read: Any) -> tuple[Any, list[np.ndarray]]:
+def slices_to_message(
+    x: Any, read: Callable[[str], Sequence[np.ndarray]]
+) -> tuple[Any, list[np.ndarray]]:
     """Prepare a block's slices for a file to workers: as paths, or as arrays.
 
-    Args:
-      x: An array `[c, ...]`; or a `PiecesOfBlock`, which says for each group which
-        slice it has of some pieces. A piece is the path of a file, with slices that one
-        block has left, or a list of arrays that the driver has.
-      read: A function from the path of a file to its list of arrays.
+    `x` is an array `[c, ...]`, or a `PiecesOfBlock` whose pieces are paths of files,
+    with slices that one block has left, or lists of arrays that the driver has. `read`
+    takes a path to the list of arrays of the file.
 
-    Returns:
-      `(entry, arrays)`. For a `PiecesOfBlock` whose groups have slices of files only,
-      `entry` is JSON data: `pieces`, a list of pairs of a path and the position of the
-      value among the arrays of that file; and `columns`, whether it is a
-      `PiecesOfColumns`. `arrays` is then two index arrays, int `[c]`: for each group
-      the index of its file in `pieces` (-1: none), and the position of its slice along
-      axis 0; of columns also the further attributes. Else `entry` is None, and `arrays`
-      has the slices themselves, one array `[c, ...]`.
+    The result is `(entry, arrays)`. For a `PiecesOfBlock` whose groups have slices of
+    files only, `entry` is JSON data: `pieces`, a list of pairs of a path and the
+    position of the value among the arrays of that file; and `columns`, whether it is a
+    `PiecesOfColumns`. `arrays` is then two index arrays, int `[c]`: for each group the
+    index of its file in `pieces` (-1: none), and the position of its slice along axis
+    0; of columns also the further attributes. Else `entry` is None, and `arrays` has
+    the slices themselves, one array `[c, ...]`.
     """
     if not isinstance(x, PiecesOfBlock):
         return None, [x]
@@ -176,21 +150,16 @@ def slices_from_message(
     arrays: Sequence[np.ndarray],
     files: Any,
     parts: Mapping[str, Mapping[int, np.ndarray]] | None = None,
-) -> list:
+) -> list[np.ndarray]:
     """Read the slices of a block, on a worker: the inverse of `slices_to_message`.
 
-    Args:
-      entries: For each partitioned input of the stage, in order, the `entry` that
-        `slices_to_message` returned.
-      arrays: The arrays of all inputs, in order: of each those that
-        `slices_to_message` returned.
-      files: The file system, a `drjax.backends.engine.file_exchange.Files`.
-      parts: If workers have exchanged the columns, those of the block: from the path of
-        a file and a position among its arrays to an array `[k, c, *t]`. None: they are
-        read from the files.
+    `entries` has for each partitioned input of the stage, in order, the `entry` that
+    `slices_to_message` returned, and `arrays` has their arrays, in the same order. The
+    result is an array `[c, ...]` for each; a file is read once.
 
-    Returns:
-      For each input an array `[c, ...]`. Each file is read once.
+    `parts`, if workers have exchanged the columns, has those of the block: from the
+    path of a file and a position among its arrays to an array `[k, c, *t]`. None: they
+    are read from the files.
     """
     rest, slices = iter(arrays), []
     cache: dict[str, list[np.ndarray]] = {}
@@ -224,14 +193,9 @@ def columns_of_file(
 ) -> dict[int, np.ndarray]:
     """Read slices of some groups from a file, with their coordinates along one axis.
 
-    Args:
-      files: The file system, a `drjax.backends.engine.file_exchange.Files`.
-      path: The path of the file, from `path_of`.
-      leaves: `(position of an array in the file, d, number of axes of t)` for slices
-        `[*s, *t]` of d coordinates of the shape `s`.
-
-    Returns:
-      A dict from the position to an array `[k, d, *t]`.
+    `leaves` are `(position of an array in the file, d, number of axes of t)` for slices
+    `[*s, *t]` of d coordinates of the shape `s`. The dict has by position arrays
+    `[k, d, *t]`.
     """
     arrays = read(files, path)
     return {

@@ -31,11 +31,8 @@ from drjax.plan import Plan, Value
 class HostSlices(Unread):
     """A kept result whose slices the driver has as an array, as its workers keep none.
 
-    It stands among the arguments of the next call in the place of its handle.
-
-    Args:
-      value: The value in the plan.
-      slices: The slices of all groups, `[n, ...]`.
+    It stands among the arguments of the next call in the place of its handle. `slices`
+    are those of all groups, `[n, ...]`.
     """
 
     def __init__(self, value: Value, slices: np.ndarray):
@@ -51,27 +48,24 @@ class KeptResults:
     """What stays between the calls of a `Runner`, and how calls take and return it.
 
     A kept result is one that is an argument of the next call, a kept argument. The
-    caller has a handle for it, a `Kept`.
-
-    Args:
-      plan: The plan.
-      keep: Which partitioned results are arguments of the next call: the argument
-        `keep` of an engine's `compile`, a dict or None.
-      engine: The engine. Its attribute `stays` says which slices its workers have
-        between stages: `"all"`, `"kept"` (those of kept results), or `""`.
-      options: The engine's options.
+    caller has a handle for it, a `Kept`. `keep` is the argument `keep` of an engine's
+    `compile`. It is an error if it does not fit the plan, or if there is a checkpoint,
+    which cannot have the slices of workers. The engine's `stays` says which slices its
+    workers have between stages.
 
     Attributes:
       initial: A description, as JSON data, of one group's slice of the kept arguments:
         structure, names and types. Workers that load these slices themselves before the
         first call check them against it. None if nothing is kept.
-
-    Raises:
-      DrjaxTypeError, DrjaxValueError: `keep` does not fit the plan; or there is a
-        checkpoint, which cannot have the slices of workers.
     """
 
-    def __init__(self, plan: Plan, keep: Any, engine: Any, options: EngineOptions):
+    def __init__(
+        self,
+        plan: Plan,
+        keep: dict[Any, Any] | None,
+        engine: Any,
+        options: EngineOptions,
+    ):
         self._keep, self._plan, self._engine = Keep(plan, keep), plan, engine
         self._options = options
         pairs = self._keep.pairs
@@ -85,43 +79,27 @@ class KeptResults:
                 "two; what .fetch() of a handle returns can be saved."
             )
 
-    def open(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, list[Kept]]:
+    def open(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[Kept]]:
         """Replace each `Kept` among a call's arguments by the slices it stands for.
 
-        A `Kept` is what the caller has in place of a result of an earlier call whose
-        slices stay with the workers or the driver.
-
-        Args:
-          args: The positional arguments.
-          kwargs: The keyword arguments.
-
-        Returns:
-          `(args, kwargs, handles)`: copies of the arguments, in which each `Kept` is
-          replaced by a pytree of `WorkerSlices` (workers have the slices) or
-          `HostSlices` (the driver has them); and the list of these `Kept`s. They are
-          still valid: the caller calls their `use_up` once it has results.
-
-        Raises:
-          DrjaxValueError: A `Kept` is of another `compile`, was used up, or is passed
-            as another argument.
+        The copies of the arguments have in its place a pytree of `WorkerSlices`
+        (workers have the slices) or `HostSlices` (the driver has them). The list is of
+        these `Kept`s, which are still valid: the caller calls their `use_up` once it
+        has results. A `Kept` of another `compile`, one that was used up, or one that is
+        passed as another argument is a `DrjaxValueError`.
         """
         return self._keep.open(args, kwargs, self._start)
 
     def _start(self, pair: KeptPair, x: Any) -> list[WorkerSlices] | None:
         """Make the leaves of a kept argument that each worker loads itself, if it does.
 
-        A kept argument is a result of the call before, for which the caller passes a
-        `Kept`; in the first call there is none yet. Workers load their slices if `x` is
-        a `Remote`, a placeholder for data that only workers have, and the engine's
-        `stays` is `"all"`, as Flower's. Nothing is loaded yet.
-
-        Args:
-          pair: The result that stays, and the argument that it is in the next call.
-          x: What the caller passed as the argument; no `Kept`.
-
-        Returns:
-          If workers load the slices, a list with a `WorkerSlices` for each leaf of the
-          argument. Else None: `x`, such as a pytree of arrays, is passed on as it is.
+        In the first call there is no `Kept` yet, and `x` is what the caller passed.
+        Workers load their slices if it is a `Remote`, a placeholder for data that only
+        workers have, and the engine's `stays` is `"all"`, as Flower's; the result has a
+        `WorkerSlices` for each leaf. Nothing is loaded yet. Else the result is None:
+        `x`, such as a pytree of arrays, is passed on as it is.
         """
         if not isinstance(x, Remote) or self._engine.stays != "all":
             return None
@@ -137,13 +115,8 @@ class KeptResults:
     def inputs(self, inputs: list[Any]) -> list[Any]:
         """Return the plan's inputs as stages take them: arrays, `Lazy`, `WorkerSlices`.
 
-        Each `HostSlices`, slices that the driver has, is replaced by its array.
-
-        Args:
-          inputs: The inputs of the plan, in order; the list is not changed.
-
-        Raises:
-          EngineError: The workers that had the slices of a `WorkerSlices` have ended.
+        Each `HostSlices` is replaced by its array. It is an `EngineError` if the
+        workers that had the slices of a `WorkerSlices` have ended.
         """
         for x in inputs:
             if isinstance(x, WorkerSlices):
@@ -167,17 +140,11 @@ class KeptResults:
     ) -> tuple[bool, ...]:
         """Return for each output of a stage whether its slices stay with the workers.
 
-        The engine's `stays` decides: if it is `"all"`, the slices of all of `values`
-        stay; if it is `"kept"`, those of results that the argument `keep` names, and
-        those that workers read from each other; if it is empty, none. A checkpoint
-        cannot have slices of workers: with it, workers read none from each other.
-
-        Args:
-          values: The outputs of the stage that are read later.
-          read: The names of those that workers read from each other.
-
-        Returns:
-          A tuple with a bool for each of `values`; () if none stays.
+        `values` are the outputs that are read later, and `read` are the names of those
+        that workers read from each other. If the engine's `stays` is `"all"`, the
+        slices of all of `values` stay; if it is `"kept"`, those of results that the
+        argument `keep` names, and those in `read`. A checkpoint cannot have slices of
+        workers: with it, workers read none from each other. () if none stays.
         """
         if self._engine.stays == "all":
             return (True,) * len(values)
@@ -187,23 +154,16 @@ class KeptResults:
         stay = tuple(v.name in names for v in values)
         return stay if self._engine.stays and any(stay) else ()
 
-    def split(self, outputs: list[Any], inputs: list[Any], alive: np.ndarray) -> list:
+    def split(
+        self, outputs: list[Any], inputs: list[Any], alive: np.ndarray
+    ) -> list[Any]:
         """Take the results that the argument `keep` names out of the outputs of a call.
 
-        Each of them is the argument of the next call in place of one of this call. The
-        slices that workers have are marked as `held`, so that they stay.
-
-        Args:
-          outputs: The outputs of the plan, in order; the list is changed: those that
-            are taken out are set to None.
-          inputs: The inputs of the call, in order. A dropped group gets its slice of
-            the argument that the result replaces.
-          alive: Which groups take part, bool `[n]`; the others were dropped.
-
-        Returns:
-          A list with an element for each output of the plan: a `WorkerSlices` (workers
-          have the slices) or a `HostSlices` (the driver has them) for one that is taken
-          out, else None.
+        Each of them is the argument of the next call in place of one of this call; a
+        group that was dropped (`alive`, bool `[n]`, is false) gets its slice of that
+        one. The result has a `WorkerSlices` (workers have the slices, and are to hold
+        them) or a `HostSlices` (the driver has them) for each output that is taken out,
+        else None; in `outputs`, which is changed, these are None.
         """
         leaves: list[Any] = [None] * len(outputs)
         for pair in self._keep.pairs:
@@ -220,32 +180,20 @@ class KeptResults:
     def results(self, tree: Any, leaves: list[Any]) -> Any:
         """Put a new handle, a `Kept`, in the place of each kept result.
 
-        Args:
-          tree: The result of the planned function; in the places of kept results it may
-            have anything.
-          leaves: For each output of the plan what `split` returned: a `WorkerSlices` or
-            `HostSlices` for one that stays, else None.
-
-        Returns:
-          A copy of the result, with a `Kept` for each kept result.
+        `tree` is the result of the planned function, with anything in the places of
+        kept results, and `leaves` what `split` returned.
         """
         return self._keep.results(tree, leaves, self._fetch)
 
-    def _fetch(self, _: KeptPair, leaves: Sequence[Any]) -> list[jax.Array]:
+    def _fetch(
+        self, _: KeptPair, leaves: Sequence[WorkerSlices | HostSlices]
+    ) -> list[jax.Array]:
         """Copy the slices that a `Kept` stands for to the caller, for `Kept.fetch`.
 
-        Args:
-          _: The pair of result and argument, not used.
-          leaves: For each leaf of the result its `WorkerSlices` (workers have the
-            slices) or `HostSlices` (the driver has them).
-
-        Returns:
-          For each leaf a new JAX array `[..., n, ...]`, with the group axis where the
-          plan has it.
-
-        Raises:
-          EngineError: The workers that had the slices have ended.
-          DrjaxTypeError: The workers give no slices away, as Flower's.
+        Each of `leaves` is a `WorkerSlices` or a `HostSlices`. The arrays are new,
+        `[..., n, ...]`, with the group axis where the plan has it. It is an
+        `EngineError` if the workers that had the slices have ended, and a
+        `DrjaxTypeError` if they give none away, as Flower's.
         """
         arrays = []
         for x in leaves:
@@ -265,16 +213,11 @@ def _description_for_workers(plan: Plan, pairs: Sequence[KeptPair]) -> dict[str,
 
     Before the first call workers may load these slices themselves, and check them
     against the description. Of several kept arguments, the slice is a tuple, in the
-    order of `pairs`.
+    order of `pairs`, of which there is one at least.
 
-    Args:
-      plan: The plan.
-      pairs: The kept results and the arguments that they are, at least one.
-
-    Returns:
-      A dict: `tree`, the structure of the slice; `wide`, whether it has 64-bit values;
-      for each leaf, `names` and `types` for errors and checks; and `raw`, its dtype and
-      shape as numpy has it, with random keys as integers.
+    It has `tree`, the structure of the slice; `wide`, whether it has 64-bit values; for
+    each leaf, `names` and `types` for errors and checks; and `raw`, its dtype and shape
+    as numpy has it, with random keys as integers.
     """
     count = iter(range(len(plan.inputs)))
     trees = [pair.tree.unflatten([next(count) for _ in pair.inputs]) for pair in pairs]

@@ -29,11 +29,10 @@ class File:
     """A plan file in memory, as workers receive it.
 
     Attributes:
-      data: The content of the file, bytes.
-      key: The SHA-256 hash of the content, hexadecimal text.
-      x64: Whether the plan has 64-bit values, bool: it must run with `jax_enable_x64`.
+      key: The SHA-256 hash of the content, hexadecimal.
+      x64: Whether the plan has 64-bit values: it must run with `jax_enable_x64`.
       custom_calls: Names of custom calls, code outside of the file, that its stages may
-        make besides those that drjax always allows; a tuple of text.
+        make besides those that drjax always allows.
     """
 
     data: bytes
@@ -61,28 +60,17 @@ class Block:
     slices: list[Any]
 
     def without(self, out: np.ndarray) -> "Block":
-        """Return a copy of the block with some groups masked: they do not count.
-
-        Args:
-          out: Which groups to mask, bool `[c]`; those that are masked already stay so.
-        """
+        """Return a copy that also masks the groups in `out`, bool `[c]`."""
         return replace(self, valid=self.valid & ~out)
 
     def without_failed(self, failed: dict[int, str]) -> "Block":
-        """Return a copy of the block with failed groups masked: they do not count.
-
-        Args:
-          failed: A dict from group index to reason; groups of other blocks are ignored.
-        """
+        """Return a copy that also masks those groups of the block that have failed."""
         return self.without(np.isin(self.groups, list(failed)))
 
     def halves(self) -> list["Block"]:
         """Split the groups that take part into two blocks of about equal size.
 
-        Masked groups are left out. If the number is odd, the second block has one more.
-
-        Returns:
-          The two blocks, in the order of the groups; this block is unchanged.
+        The order stays. If the number is odd, the second block has one more.
         """
         # Masked groups are left out: halving must end at one group that takes part.
         chosen = np.flatnonzero(self.valid)
@@ -90,12 +78,7 @@ class Block:
         return [self._take_slots(chosen[:middle]), self._take_slots(chosen[middle:])]
 
     def _take_slots(self, positions: np.ndarray) -> "Block":
-        """Return a block of k of this block's c groups, masked ones included.
-
-        Args:
-          positions: The positions of the groups in this block, int `[k]`, in the order
-            that they have in the result. Their masks and slices go with them.
-        """
+        """Return the block of the groups at positions `[k]`, masked ones included."""
         return Block(
             self.groups[positions],
             self.valid[positions],
@@ -105,14 +88,10 @@ class Block:
     def padded(self, size: int) -> "Block":
         """Pad the block to `size` groups, so that all blocks of a stage have one shape.
 
-        Args:
-          size: An int that is at least c, the number of groups of the block.
-
-        Returns:
-          A block of arrays `[size, ...]`: the c groups, then masked copies of a group.
-          A group that was masked before is replaced by such a copy, too. Copies are of
-          the first group of the block that takes part, its index included; there must
-          be one. This block itself, if it has `size` groups and none is masked.
+        The result has arrays `[size, ...]`: the c groups, then masked copies of a
+        group. A group that was masked before is replaced by such a copy, too. Copies
+        are of the first group of the block that takes part, its index included; there
+        must be one. It is this block itself if it has `size` groups and none is masked.
         """
         index = np.zeros(size, np.int64)
         index[: len(self.valid)] = np.arange(len(self.valid))
@@ -132,18 +111,16 @@ class Task:
     """A block and what to do with it: what a worker is sent.
 
     Attributes:
-      stage: The index of the stage's round in `rounds_of(plan)`, int; it counts the
-        rounds in loops, too.
-      block: The groups, a `Block`.
-      size: The block size, int: the worker pads the block to it.
-      check_nans: Whether a group that yields a NaN has failed, bool.
-      drop: Whether to go on without groups that fail, bool; if not, a block in which a
-        group fails has no results.
-      number: An int that is unique among the tasks of a driver.
-      search: Whether the groups run one by one and without results, bool, while the
+      stage: The index of the stage's round in `rounds_of(plan)`; rounds in loops count.
+      size: The block size: the worker pads the block to it.
+      check_nans: Whether a group that yields a NaN has failed.
+      drop: Whether to go on without groups that fail; if not, a block in which a group
+        fails has no results.
+      number: Unique among the tasks of a driver.
+      search: Whether the groups run one by one and without results, while the
         `WorkerState` says which group runs: to find a group that takes too long.
       stay: For each output of the stage that is read later whether its slices stay with
-        the workers, a tuple of bools; () if none do.
+        the workers; () if none do.
       encode: Whether partial reductions with `wire=` are returned as `EncodedPartial`s.
     """
 
@@ -164,19 +141,18 @@ class BlockResult:
     """The result of a stage for one block of c groups.
 
     Attributes:
-      partials: A list: for each of the round's reductions but gathers the partial
-        reduction over the block, an array, or None if no group of the block takes part;
-        of one with `wire=` an `EncodedPartial`.
-        If the round has folds, two kinds of arrays follow: the index of the block's
-        first group, int32 `[1]`, and the leaves of the block's states, `[1, *s]`. The
-        list is empty if the block has no results.
+      partials: For each of the round's reductions but gathers the partial reduction
+        over the block, an array, or None if no group of the block takes part; of one
+        with `wire=` an `EncodedPartial`. If the round has folds, two kinds of arrays
+        follow: the index of the block's first group, int32 `[1]`, and the leaves of the
+        block's states, `[1, *s]`. Empty if the block has no results.
       slices: For each output of the stage that is read later an array `[c, ...]` of the
         groups' slices, unless they stay with the workers. Empty if the block has no
         results.
-      failed: A dict from group index to reason, for groups that failed. If there is one
-        and failed groups are not dropped, the block has no results.
-      pid: The id of the worker's process, int; 0 if no worker ran.
-      seconds: How long the worker took, float.
+      failed: From group index to reason, for groups that failed. If there is one and
+        failed groups are not dropped, the block has no results.
+      pid: The id of the worker's process; 0 if no worker ran.
+      seconds: How long the worker took.
       piece: The engine's reference to the slices that stay with the workers, a list of
         arrays `[c, ...]` in their store; None if there are none.
     """
@@ -194,13 +170,12 @@ class WorkerState:
     """What a worker is doing, as it reports it to the driver.
 
     Attributes:
-      pid: The id of its process, int.
-      groups: The indices of the first and the last group that run now, a pair of ints;
-        None if the worker is idle.
-      since: `time.time()` when these groups began, float.
+      groups: The indices of the first and the last group that run now; None if the
+        worker is idle.
+      since: `time.time()` when these groups began.
       task: The `Task.number` of the task that these groups belong to; 0 before the
         first task.
-      seconds: The time since then by the worker's own clock, float.
+      seconds: The time since then by the worker's own clock.
     """
 
     pid: int = field(default_factory=os.getpid)
@@ -213,11 +188,9 @@ class WorkerState:
 def rounds_of(plan: Plan) -> Iterator[tuple[Plan, Round]]:
     """Iterate over the rounds of a plan and of its loops' bodies, in a fixed order.
 
-    The index of a round in this order identifies its local stage, for the driver and
-    the workers. The rounds in a round's loops come directly after that round.
-
-    Yields:
-      Pairs `(plan, a_round)` of a round and the plan, or loop body, that it is in.
+    With each comes the plan, or loop body, that it is in. The index of a round in this
+    order identifies its local stage, for the driver and the workers. The rounds in a
+    round's loops come directly after that round.
     """
     for a_round in plan.rounds:
         yield plan, a_round
@@ -229,14 +202,9 @@ def rounds_of(plan: Plan) -> Iterator[tuple[Plan, Round]]:
 def kept_outputs(plan: Plan, a_round: Round) -> list[Value]:
     """Return the outputs of a round's local stage whose slices are read after it.
 
-    Args:
-      plan: The plan, or the body of a loop, that has the round.
-      a_round: The round.
-
-    Returns:
-      A list of `Value`s, in the order of the stage's outputs: those that a later round,
-      a gather, a move or a loop reads, or that the plan returns. The others are only
-      reduced.
+    A later round, a gather, a move or a loop reads them, or the plan returns them; the
+    others are only reduced. They are in the stage's order. `plan` is the plan, or the
+    body of a loop, that has the round.
     """
     # Slices that nothing needs later stay in the worker.
     kept = plan.kept()
@@ -244,13 +212,9 @@ def kept_outputs(plan: Plan, a_round: Round) -> list[Value]:
 
 
 def refuse_other_partitions(plan: Plan) -> None:
-    """Refuse a plan with programs over another partition, whose groups no worker has.
+    """Raise a `DrjaxValueError` for a plan with a program over another partition.
 
-    Args:
-      plan: The plan.
-
-    Raises:
-      DrjaxValueError: The plan, or a loop in it, has such a program.
+    No worker has the groups of that partition.
     """
     for loop in plan.loops():
         if loop.op == "program":
@@ -263,13 +227,9 @@ def refuse_other_partitions(plan: Plan) -> None:
 
 
 def refuse_secure_sums(plan: Plan) -> None:
-    """Refuse a plan with a secure sum, for an engine whose processes see slices.
+    """Raise a `DrjaxValueError` for a plan, or a loop in it, that has a secure sum.
 
-    Args:
-      plan: The plan.
-
-    Raises:
-      DrjaxValueError: The plan, or a loop in it, has a secure sum.
+    An engine calls it whose processes see slices.
     """
     for _, a_round in rounds_of(plan):
         for reduce in a_round.reduces:

@@ -53,27 +53,17 @@ class PiecesOfBlock:
     position: np.ndarray
 
     def __getitem__(self, index: np.ndarray) -> "PiecesOfBlock":
-        """Return the slices of some groups of the block, as another `PiecesOfBlock`.
-
-        Args:
-          index: The positions of these k groups in the block, int `[k]`, or a bool mask
-            `[c]`.
-        """
+        """Return the slices of the groups at positions `[k]` or in a mask `[c]`."""
         piece, position = self.piece[index], self.position[index]
         return replace(self, piece=piece, position=position)
 
     def assemble(self, arrays: Callable[[Any], Sequence[np.ndarray]]) -> np.ndarray:
         """Read the slices of the c groups into one array `[c, ...]`.
 
-        Groups that have no piece get zeros; if no group has one, the result is zeros
-        `[c]`.
-
-        Args:
-          arrays: A function from the reference of a piece (the first element of its
-            pair) to its list of arrays. It is called once for each piece that is used.
-
-        Returns:
-          The array; it may be an array of a piece itself, if the block is exactly that.
+        `arrays` takes the reference of a piece to its list of arrays, and is called
+        once for each piece that is used. Groups that have no piece get zeros; if no
+        group has one, the result is zeros `[c]`. It may be an array of a piece itself,
+        if the block is exactly that.
         """
         used = [int(i) for i in np.unique(self.piece) if i >= 0]
         parts = {i: arrays(self.pieces[i][0])[self.pieces[i][1]] for i in used}
@@ -97,7 +87,7 @@ class Keeping(Protocol):
     """The further methods of an `Engine` whose workers have slices between stages.
 
     Attributes:
-      generation: An int that grows when the workers, and their slices, are gone.
+      generation: A number that grows when the workers, and their slices, are gone.
     """
 
     generation: int
@@ -106,17 +96,10 @@ class Keeping(Protocol):
         """Record new slices as in use: until their `release`, workers keep them."""
 
     def fetch(self, value: Value, pieces: list[Any]) -> list[Sequence[np.ndarray]]:
-        """Read pieces, lists of arrays that workers have, to the driver.
+        """Read pieces, by the engine's references, to the driver, in order.
 
-        Args:
-          value: The value that is read, for errors.
-          pieces: References of the engine to pieces.
-
-        Returns:
-          For each reference its list of arrays, in order.
-
-        Raises:
-          DrjaxTypeError: The workers give no slices away.
+        `value` is the one that is read, for errors. It is a `DrjaxTypeError` if the
+        workers give no slices away.
         """
         return [self.read(piece) for piece in pieces]
 
@@ -129,23 +112,17 @@ class WorkerSlices(Unread):
     """A partitioned value whose slices are in pieces that workers have.
 
     A piece is a list of arrays, with the slices that one block of an earlier stage left
-    with its worker. The constructor registers the value with the engine, so that
-    workers keep its pieces until `release`.
-
-    Args:
-      value: The value in the plan.
-      pieces: The pieces, as pairs: the engine's reference to the piece, or its list of
-        arrays; and the position of the value among the arrays of the piece.
-      piece: For each group the index of its piece in `pieces`, int `[n]`; -1: it has
-        none.
-      position: For each group the position of its slice along axis 0 of the piece's
-        array, int `[n]`.
-      engine: The engine whose workers have them; None if the driver has all pieces.
+    with its worker. `pieces` are pairs of the engine's reference to a piece, or its
+    list of arrays, and the position of the value among these. `piece` and `position`,
+    int `[n]`, are for each group the index of its piece in `pieces`, -1 if it has none,
+    and the position of its slice along axis 0 of the piece's array. The constructor
+    registers the value with the engine, so that its workers keep the pieces until
+    `release`; None: the driver has all of them.
 
     Attributes:
-      generation: The `generation` of these workers, int.
-      held: Whether a handle of the caller has them, bool: then they are needed after
-        the call.
+      generation: The `generation` of these workers.
+      held: Whether a handle of the caller has them: then they are needed after the
+        call.
       shape: The shape of the array `[..., n, ...]` of all groups.
       dtype: The dtype of that array.
     """
@@ -156,7 +133,7 @@ class WorkerSlices(Unread):
         pieces: list[Piece],
         piece: np.ndarray,
         position: np.ndarray,
-        engine: "Keeping | None",
+        engine: Keeping | None,
     ):
         self.value, self.engine = value, engine
         self.generation = 0 if engine is None else engine.generation
@@ -174,12 +151,7 @@ class WorkerSlices(Unread):
 
     @classmethod
     def of_array(cls, value: Value, slices: np.ndarray) -> "WorkerSlices":
-        """Make the value from an array `[n, ...]`, as one piece that the driver has.
-
-        Args:
-          value: The value in the plan.
-          slices: The slices of all groups, with the groups along axis 0.
-        """
+        """Make the value from an array `[n, ...]`, as one piece that the driver has."""
         n = len(slices)
         return cls(value, [([slices], 0)], np.zeros(n, int), np.arange(n), None)
 
@@ -188,9 +160,6 @@ class WorkerSlices(Unread):
 
         A call may return an argument unchanged as a result, and the argument is
         released then: the new one stays until its own `release`.
-
-        Args:
-          value: The other value in the plan, such as that result.
         """
         return WorkerSlices(value, self.pieces, self.piece, self.position, self.engine)
 
@@ -202,45 +171,33 @@ class WorkerSlices(Unread):
         self.pieces, self.piece, self.held = [], np.full_like(self.piece, -1), False
 
     def block(self, low: int, high: int) -> PiecesOfBlock:
-        """Return the slices of the groups from index `low` to before `high`, unread.
-
-        Returns:
-          A `PiecesOfBlock` of `high - low` groups, for the block that has these groups.
-        """
+        """Return the slices of the groups from index `low` to before `high`, unread."""
         part = slice(low, high)
         return PiecesOfBlock(self.pieces, self.piece[part], self.position[part])
 
     def without_dropped(self, alive: np.ndarray) -> "WorkerSlices":
         """Return a new `WorkerSlices` in which dropped groups have no slices.
 
-        Args:
-          alive: Which groups take part, bool `[n]`; the others were dropped.
+        `alive`, bool `[n]`, is false for these, here and below.
         """
         piece = np.where(alive, self.piece, -1)
         return WorkerSlices(self.value, self.pieces, piece, self.position, self.engine)
 
     def moved(self, value: Value, index: np.ndarray) -> "WorkerSlices":
-        """Return the slices in other groups: each gets that of the group `index[i]`.
+        """Return the slices in other groups: group i gets that of the group `index[i]`.
 
-        Nothing is sent: workers read the slices where they are.
-
-        Args:
-          value: The value in the plan that the move gives.
-          index: For each group the group whose slice it gets, int `[n]`.
+        `value` is the one that the move gives, and `index` is int `[n]`. Nothing is
+        sent: workers read the slices where they are.
         """
         places = self.piece[index], self.position[index]
         return WorkerSlices(value, self.pieces, *places, self.engine)
 
     def unless_dropped(self, old: Any, alive: np.ndarray) -> "WorkerSlices":
-        """Return this value, but with the slices of another one for dropped groups.
+        """Return this value, but with the slices of `old` for dropped groups.
 
-        Args:
-          old: The other value: an array `[n, ...]`; a `WorkerSlices`, of which nothing
-            is read; or another `Unread`, whose slices are read.
-          alive: Which groups take part, bool `[n]`; the others were dropped.
-
-        Returns:
-          A new `WorkerSlices`; this one itself if no group was dropped.
+        `old` is an array `[n, ...]`; a `WorkerSlices`, of which nothing is read; or
+        another `Unread`, whose slices are read. The result is a new `WorkerSlices`;
+        this one itself if no group was dropped.
         """
         if alive.all():
             return self
@@ -261,10 +218,8 @@ class WorkerSlices(Unread):
     def whole(self) -> np.ndarray:
         """Read the slices of all groups into one array `[n, ...]`.
 
-        The slice of a group that has none is NaN, or zero if the dtype has no NaN.
-
-        Raises:
-          DrjaxTypeError: The workers give no slices away.
+        The slice of a group that has none is NaN, or zero if the dtype has no NaN. It
+        is a `DrjaxTypeError` if the workers give no slices away.
         """
         references = [x for x, _ in self.pieces if not isinstance(x, list)]
         arrays: dict[Hashable, Any] = {}
@@ -279,20 +234,15 @@ class WorkerSlices(Unread):
         return out
 
 
-def keep_dropped(value: Value, new: Any, old: Any, alive: np.ndarray) -> Any:
+def keep_dropped(
+    value: Value, new: Any, old: Unread | np.ndarray, alive: np.ndarray
+) -> WorkerSlices | np.ndarray:
     """Return a kept result in which dropped groups have the slices of the call before.
 
-    Args:
-      value: The result in the plan.
-      new: The result of the call: an array `[n, ...]`, or an `Unread`, slices that are
-        not in this process.
-      old: The argument of the call that the result replaces: an array `[n, ...]` or an
-        `Unread`, too.
-      alive: Which groups take part, bool `[n]`; the others were dropped.
-
-    Returns:
-      If workers have the slices of `new`, a new `WorkerSlices`. Else an array
-      `[n, ...]`, which is a copy if a group was dropped.
+    `new` is the result of the call, and `old` the argument that it replaces: arrays
+    `[n, ...]`, or `Unread`s, slices that are not in this process. If workers have the
+    slices of `new`, the result is a new `WorkerSlices`. Else it is an array `[n, ...]`,
+    which is a copy if a group was dropped.
     """
     if isinstance(new, WorkerSlices):
         return new.of_value(value).unless_dropped(old, alive)
@@ -310,17 +260,13 @@ def slices_to_read(
 
     An engine whose workers give no slices away refuses a plan with such values. They
     are what gathers, server stages, stacks of scans, conditions of loops and, unless
-    they are kept, the plan's outputs read. Building blocks that move slices between
-    groups, such as `drjax.take`, are not considered.
+    they are kept, the plan's outputs read; some come more than once. Building blocks
+    that move slices between groups, such as `drjax.take`, are not considered.
 
-    Args:
-      plan: The plan, or the body of a loop.
-      taken: Those of its partitioned inputs that may have been computed by an earlier
-        stage or call. Other inputs are data of the caller, which are never yielded.
-      kept: The names of its outputs that stay with the groups, and so are not read.
-
-    Yields:
-      Partitioned values, some more than once; none if no slice is needed elsewhere.
+    `taken` are those of the partitioned inputs of the plan, or of the body of a loop,
+    that may have been computed by an earlier stage or call; other inputs are data of
+    the caller, which are never yielded. `kept` are the names of outputs that stay with
+    the groups, and so are not read.
     """
     computed = {v.name for v in taken}
     read = [v for v in plan.outputs if v.name not in kept]
@@ -341,14 +287,7 @@ def _read_in_loop(loop: Loop) -> Iterator[Value]:
     """Find the slices that are needed outside of the groups, in the bodies of a loop.
 
     What a scan or while loop carries from step to step may stay with the groups; what a
-    scan stacks may not.
-
-    Args:
-      loop: The loop.
-
-    Yields:
-      Partitioned values of its bodies whose slices are needed outside of their groups,
-      some more than once.
+    scan stacks may not. Some come more than once.
     """
     first = sum(loop.consts)
     for body in loop.bodies:
