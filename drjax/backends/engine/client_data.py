@@ -55,19 +55,11 @@ def check_slices_stay(plan: Plan, keep: Keep, options: EngineOptions) -> None:
     """Raise an error if a slice that a worker computes is needed outside of it.
 
     An engine calls it whose workers have the groups' data and give no slices away, as
-    Flower's clients.
-
-    Args:
-      plan: The plan.
-      keep: Which of its results stay with the workers, as arguments of the next call.
-      options: The engine's options, of which `checkpoint` is read.
-
-    Raises:
-      DrjaxValueError: Slices are needed by a gather, by a move between groups (such as
-        `drjax.take`), by a server stage, by a scan that stacks them or by the condition
-        of a loop; or the plan returns some that are not in `keep`. Or a stage has
-        outputs that are read later, so that they stay with the workers, and the plan
-        has a secure sum or the option `checkpoint` is set.
+    Flower's clients. Slices are needed by a gather, by a move between groups (such as
+    `drjax.take`), by a server stage, by a scan that stacks them, by the condition of a
+    loop, or as results of the plan that are not in `keep`: the others stay with the
+    workers, as arguments of the next call. A `DrjaxValueError`, too, are slices that
+    stay between stages together with a secure sum or the option `checkpoint`.
     """
     for _, a_round in rounds_of(plan):
         for move in a_round.moves:
@@ -107,7 +99,7 @@ class StoredSlices:
     the handle is used up or gone.
 
     Attributes:
-      scope: The beginning of all keys, text; another for each runner.
+      scope: The beginning of all keys; another for each runner.
     """
 
     def __init__(self):
@@ -117,7 +109,7 @@ class StoredSlices:
     def new_key(self) -> str:
         """Return a new key, under which workers store the slices of one run of a stage.
 
-        It is a text that begins with `scope`; no two calls return the same one.
+        It begins with `scope`; no two calls return the same one.
         """
         return f"{self.scope}/{next(self._count)}"
 
@@ -146,9 +138,6 @@ class StoredSlices:
 
         They are the keys of those recorded slices that were not released, and that the
         group's worker has stored.
-
-        Args:
-          group: The group index.
         """
         keys = set()
         for x in [*self._all]:
@@ -161,22 +150,15 @@ class StoredSlices:
 class Requests:
     """Makes the requests, as bytes, to workers that have the groups' data themselves.
 
-    In one run of a stage there is one request for each group, to its worker.
-
-    Args:
-      call: The run of the stage. Among its partitioned inputs, each `Lazy` is data that
-        the workers have, and `WorkerSlices` are slices of earlier stages and calls that
-        they have; arrays are slices that the server sends.
-      stored: The keys of the slices that workers have stored; a new key is taken from
-        it.
-      code: The file of the stage, which the workers get apart from the requests.
+    In one run of a stage there is one request for each group, to its worker. Among the
+    partitioned inputs of the call, each `Lazy` is data that the workers have, which
+    must all be in one argument of the plan, and `WorkerSlices` are slices of earlier
+    stages and calls that they have; arrays are slices that the server sends. The
+    workers get `code`, the file of the stage, apart from the requests.
 
     Attributes:
       key: The key under which workers store the slices of this stage that are read
-        later.
-
-    Raises:
-      DrjaxTypeError: The data of the workers is in more than one argument of the plan.
+        later, a new one of `stored`.
     """
 
     def __init__(self, call: StageCall, stored: StoredSlices, code: File):
@@ -209,17 +191,13 @@ class Requests:
         }
 
     def to_bytes(self, task: Task) -> bytes:
-        """Make the request for one group, which the worker passes to `answer`.
+        """Make the request for the one group of a task's block, which is for `answer`.
 
-        Args:
-          task: A task whose block has one group.
-
-        Returns:
-          Bytes with the stage and its global inputs, the group index and the mask. For
-          each partitioned input they have the slice, if the driver has it as an array;
-          else which leaf of the worker's own data it is, or under which key the worker
-          has stored it. They also have the planned structure and types of that data,
-          and the keys under which the worker must keep slices and is to store new ones.
+        It has the stage and its global inputs, the group index and the mask. For each
+        partitioned input it has the slice, if the driver has it as an array; else which
+        leaf of the worker's own data it is, or under which key the worker has stored
+        it. It also has the planned structure and types of that data, and the keys under
+        which the worker must keep slices and is to store new ones.
         """
         block, slices, stored = task.block, [], []
         for origin, x in zip(self._header["slices"], block.slices, strict=True):
@@ -255,29 +233,20 @@ def answer(
 ) -> bytes:
     """Run the stage of a request on the worker's own data, for one group.
 
-    Args:
-      request: The bytes that `Requests.to_bytes` returned.
-      load: A function without arguments that returns the group's slice of the argument
-        that the workers have, a pytree of arrays. If it raises, or the data does not
-        fit the plan, the group has failed. It is not called if the stage needs none of
-        this data.
-      store: Where the worker stores its slices of earlier stages and calls, bytes by
-        key; it is changed: new slices are added, and those that the server does not
-        need any more are deleted. None: the worker has no earlier slices, and new ones
-        are discarded.
-      initial: A function without arguments that returns, before the first call, the
-        group's slice of the kept arguments (those that are results of the call before);
-        of several, a tuple. None: zeros.
-      code: The plan file of the stage, of the hash that the request names; None: it is
-        in the request.
+    `load` returns the group's slice of the argument that the workers have, a pytree of
+    arrays. If it raises, or the data does not fit the plan, the group has failed. It is
+    not called if the stage needs none of this data. `store` has the worker's slices of
+    earlier stages and calls, bytes by key; it is changed: new slices are added, and
+    those that the server does not need any more are deleted. None: the worker has no
+    earlier slices, and new ones are discarded. `initial` returns, before the first
+    call, the group's slice of the kept arguments (those that are results of the call
+    before); of several, a tuple. None: zeros. `code` is the plan file of the stage, of
+    the hash that the request names; None: it is in the request.
 
-    Returns:
-      The group's partial reductions, or the reason why the group failed, as bytes of
-      `wire_format.result_to_bytes`.
-
-    Raises:
-      RuntimeError: The stage failed, and no single group causes it.
-      ValueError: The stage would return slices of the group, or has a secure sum.
+    The result is bytes of `wire_format.result_to_bytes`: the group's partial
+    reductions, or the reason why the group failed. A `RuntimeError` is raised if the
+    stage failed, and no single group causes it; a `ValueError` if the stage would
+    return slices of the group, or has a secure sum.
     """
     store = {} if store is None else store
     block, done, (demands, _) = _run(request, load, store, initial, code)
@@ -293,7 +262,7 @@ class SecureAnswer:
 
     Attributes:
       block: The group, with the mask that says whether it has failed.
-      result: Its `BlockResult`, without the secure sums.
+      result: Without the secure sums.
       slices: The group's slices of the secure sums, in order: to be masked.
       min_groups: The least number of groups that must be summed before a sum is
         revealed: the largest `Reduce.secure` of these sums.
@@ -313,21 +282,9 @@ def answer_secure(
 ) -> SecureAnswer:
     """Run a stage with secure sums on the worker's own data, for one group.
 
-    Args:
-      request: The bytes that `Requests.to_bytes` returned.
-      load: A function without arguments that returns the group's slice of the argument
-        that the workers have, a pytree of arrays. If it raises, or the data does not
-        fit the plan, the group has failed.
-      code: The plan file of the stage, of the hash that the request names; None: it is
-        in the request.
-
-    Returns:
-      A `SecureAnswer`. Its `slices`, what is summed securely, are not masked yet: the
-      caller must mask them before they leave the process.
-
-    Raises:
-      RuntimeError: The stage failed, and no single group causes it.
-      ValueError: The stage would return slices of the group.
+    Arguments and errors are those of `answer`, but secure sums are no error. The
+    `slices`, what is summed securely, are not masked yet: the caller must mask them
+    before they leave the process.
     """
     block, done, (demands, bounds) = _run(request, load, {}, None, code)
     pairs = [*zip(done.partials, demands, strict=True)] if done.partials else []
@@ -346,29 +303,14 @@ def _run(
 ) -> tuple[Block, BlockResult, tuple[list[int], list[float | None]]]:
     """Run the stage of a request: the common part of `answer` and `answer_secure`.
 
-    Args:
-      request: The bytes that `Requests.to_bytes` returned.
-      load: A function without arguments that returns the group's own data, a pytree of
-        arrays. If it raises, or the data does not fit the plan, the group has failed.
-        It is not called if the stage needs none of this data.
-      store: Where the worker stores its slices of earlier stages and calls, bytes by
-        key. New slices are added; those of the request's runner are deleted if the
-        request does not list their keys as needed.
-      initial: A function without arguments that returns, before the first call, the
-        group's slice of the kept arguments (those that are results of the call before);
-        None: zeros.
-      code: The plan file of the stage; None: it is in the request.
+    The result is `(block, result, demands)`: the block of the group; its result,
+    without slices; and a pair of lists: for each of the stage's partial reductions the
+    `Reduce.secure`, the least number of groups to sum, 0 if it is not secure; and for
+    each secure one its `Reduce.bound`. If the group failed, the block masks it, and the
+    result has only the reason.
 
-    Returns:
-      `(block, result, demands)`: the block of the group; its `BlockResult`, without
-      slices; and a pair of lists: for each of the stage's partial reductions the
-      `Reduce.secure`, the least number of groups to sum, 0 if it is not secure; and for
-      each secure one its `Reduce.bound`. If the group failed, the block masks it, and
-      the result has only the reason.
-
-    Raises:
-      RuntimeError: The stage failed, and no single group causes it.
-      ValueError: The stage would return slices of the group.
+    New slices are added to the store; those of the request's runner are deleted if the
+    request does not list their keys as needed.
     """
     header, (job_bytes, groups, valid, *slices) = wire_format.from_bytes(request)
     block, failed = Block(groups, valid, slices), {}
@@ -407,22 +349,10 @@ def _slices(
 ) -> list[np.ndarray]:
     """Return the group's slices, `[1, ...]`, of a stage's partitioned inputs in order.
 
-    Each is sent with the request, a leaf of the group's own data, an initial slice of a
-    kept argument, or in the store.
-
-    Args:
-      header: The header of the request, which says for each input which of these it is.
-      sent: The slices that the request has, in order.
-      load: A function without arguments that returns the group's own data; it is called
-        only if the stage takes a part of it.
-      store: Where the worker stores its slices of earlier stages and calls, bytes by
-        key; it is not changed.
-      initial: A function without arguments that returns, before the first call, the
-        group's slice of the kept arguments (those that are results of the call before);
-        None: zeros.
-
-    Raises:
-      ValueError: The data does not fit the plan, or slices are not in the store.
+    Each is one of those `sent` with the request, a leaf of the group's own data, an
+    initial slice of a kept argument, or in the store, as the header of the request
+    says. It is a `ValueError` if the data does not fit the plan, or slices are not in
+    the store.
     """
     # A stage may need none of the client's data: then it is not even loaded.
     own = _checked_leaves(load(), header) if header["tree"] is not None else []
@@ -453,17 +383,10 @@ def _slices(
 def _checked_leaves(data: Any, header: dict[str, Any]) -> list[np.ndarray]:
     """Check that a group's data has the planned structure and types; return its leaves.
 
-    Args:
-      data: The group's data, a pytree of arrays.
-      header: The header of the request, from JSON. Its fields are `tree`, the planned
-        structure; `types` and `names`, a text for each leaf; and `wide`, whether the
-        plan has 64-bit values.
-
-    Returns:
-      For each leaf a numpy array; random keys as raw data.
-
-    Raises:
-      ValueError: The data has another structure, or other shapes or dtypes.
+    These are numpy arrays, random keys as raw data. The fields of the header are
+    `tree`, the planned structure; `types` and `names`, a text for each leaf; and
+    `wide`, whether the plan has 64-bit values. A `ValueError` is raised if the data has
+    others.
     """
     leaves, tree = jax.tree.flatten(data)
     if text := pytrees.mismatch(tree, header["tree"]):

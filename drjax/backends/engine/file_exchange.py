@@ -47,8 +47,8 @@ from drjax.plan import Value
 class Files(Protocol):
     """A file system that the driver and all workers see. A module can be one.
 
-    `make` creates a folder, `read` returns the bytes of a file, and `remove` deletes a
-    folder with its files. Folders and files are identified by their paths.
+    `make` creates a folder, and `remove` deletes one with its files. Folders and files
+    are identified by their paths.
     """
 
     def make(self, folder: str) -> None: ...
@@ -56,7 +56,7 @@ class Files(Protocol):
     def read(self, path: str) -> bytes: ...
 
     def write(self, path: str, data: bytes) -> None:
-        """Write `data` to the file `path`, whole or not at all; replace an old file."""
+        """Write a file, whole or not at all; replace an old file."""
         ...
 
     def listed(self, prefix: str) -> list[str]:
@@ -74,7 +74,7 @@ class Run(Protocol):
         ...
 
     def error(self) -> str | None:
-        """Return why the run failed, text; None if it did not. It must have ended."""
+        """Return why the run failed; None if it did not. It must have ended."""
         ...
 
     def end(self) -> None:
@@ -92,9 +92,7 @@ class StageRun:
     Attributes:
       files: The file system that the driver and all workers see, a `Files`.
       folder: The path of the run's folder in it.
-      ops: For each reduction of the round but gathers its operation: sum, mean, max or
-        min; then, if there are folds, `fold` for the index of a block's first group and
-        for each leaf of its states.
+      ops: The operations of what a block returns, from `combine.ops_of`.
       starts: The groups are divided into ranges, one for a worker at a time: the index
         of the first group of each range.
       lazy: For each partitioned input of the stage, in order, a `Lazy` that workers can
@@ -118,19 +116,17 @@ class StageRun:
     pieces: tuple[tuple[str, list[tuple[int, int, int]]], ...] = ()
 
     def job(self) -> Job:
-        """Read the `Job` from the run's folder: the stage with its global inputs."""
+        """Read the stage with its global inputs from the run's folder."""
         return Job.from_bytes(self.files.read(f"{self.folder}/job"))
 
-    def parts(self, path: str, leaves: list) -> Iterator[tuple[int, Any]]:
+    def parts(
+        self, path: str, leaves: list[tuple[int, int, int]]
+    ) -> Iterator[tuple[int, tuple[str, int, np.ndarray]]]:
         """Cut the slices of one file into the parts that blocks of coordinates need.
 
-        Args:
-          path: The path of the file, of an element of `pieces`.
-          leaves: The second part of that element.
-
-        Yields:
-          For each of `starts` a pair `(start, (path, position, part))`, with the
-          position of an array in the file, and `[k, c, *t]` of it.
+        The arguments are an element of `pieces`. For each of `starts` come pairs
+        `(start, (path, position, part))`, with the position of an array in the file,
+        and `[k, c, *t]` of it.
         """
         columns = kept_files.columns_of_file(self.files, path, leaves)
         for start in self.starts:
@@ -138,19 +134,14 @@ class StageRun:
                 yield start, (path, leaf, x[:, start : start + self.size])
 
     def blocks(
-        self, start: int, parts: Iterable | None = None
+        self, start: int, parts: Iterable[tuple[str, int, np.ndarray]] | None = None
     ) -> Iterator[LoadedBlock]:
-        """Read the groups of one range, in blocks; a worker calls it.
+        """Read the groups of one range, in blocks of at most `size`; a worker calls it.
 
-        Args:
-          start: The index of the first group of the range, one of `starts`.
-          parts: Of a range of coordinates, what `parts` has yielded for it, of all
-            files. None: the slices are read from the files.
-
-        Returns:
-          An iterator of pairs `(block, failed)`, in the order of group indices: a
-          `Block` of at most `size` groups with their slices, and a dict from group
-          index to reason, with the groups of the block whose data cannot be read.
+        `start` is one of `starts`. With each block, in the order of group indices,
+        comes a dict from group index to reason, with the groups of the block whose data
+        cannot be read. Of a range of coordinates, `parts` is what the method `parts`
+        has yielded for it, of all files; None: the slices are read from the files.
         """
         # Digits are padded, so that a listing sorts by group.
         name = f"{self.folder}/slices-{start:012}"
@@ -169,14 +160,9 @@ class StageRun:
     def report(self, block: Block, result: BlockResult) -> None:
         """Write the result of a block to a file in the run's folder, for the driver.
 
-        The file has the block's group indices and mask, its groups' slices of the
-        stage's outputs that are read later, and why groups failed. The slices of
-        outputs for which `stay` is true are left out: they are written to another file,
-        in the folder `kept`. The partial reductions are in none: workers combine these.
-
-        Args:
-          block: The block.
-          result: Its result, which is not changed.
+        The slices of outputs for which `stay` is true are left out: they are written to
+        another file, in the folder `kept`. The partial reductions are in none: workers
+        combine these.
         """
         if self.stay:
             result = kept_files.store_staying_slices(
@@ -189,11 +175,10 @@ class StageRun:
     def write_totals(self, totals: Totals) -> None:
         """Write the partial reductions over all groups to a file in the run's folder.
 
-        Args:
-          totals: For each of `self.ops` the partial reduction over all groups, an
-            array; for a fold the arrays of all blocks, stacked to `[blocks, *s]`. The
-            last element is the number of groups that took part, as an array. Each is
-            None if no group took part.
+        `totals` has for each of `self.ops` the partial reduction over all groups, an
+        array; for a fold the arrays of all blocks, stacked to `[blocks, *s]`. The last
+        element is the number of groups that took part, as an array. Each is None if no
+        group took part.
         """
         # JSON has the None; "there" is the key of the file format.
         present = [x is not None for x in totals]
@@ -203,14 +188,7 @@ class StageRun:
         self.files.write(f"{self.folder}/totals", data)
 
     def read_totals(self) -> Totals:
-        """Read the partial reductions over all groups from the file that workers wrote.
-
-        Returns:
-          For each of `self.ops` the partial reduction over all groups, an array; for a
-          fold the arrays of all blocks, stacked to `[blocks, *s]`. The last element is
-          the number of groups that took part, as an array. Each is None if no group
-          took part.
-        """
+        """Read the totals that a worker has written, as `write_totals` got them."""
         header, arrays = wire_format.from_bytes(
             self.files.read(f"{self.folder}/totals")
         )
@@ -223,15 +201,8 @@ class FileExchange:
 
     The workers run a whole stage, and combine its partial reductions. A subclass
     defines `start`. The class implements `drjax.backends.engine.protocols.Engine`.
-
-    Args:
-      workers: The number of workers.
-      files: The file system that the driver and all workers see.
-      folder: The path of a folder in it, for the files of stage runs. Default: a
-        temporary folder of this machine.
-
-    Raises:
-      DrjaxValueError: `workers` is no integer from 1.
+    `folder` is the path of a folder for the files of stage runs; None: a temporary
+    folder of this machine.
     """
 
     def __init__(self, workers: int, files: Files, folder: str | None = None):
@@ -244,12 +215,7 @@ class FileExchange:
     def start(self, stage_run: StageRun, folder: Path) -> Run:
         """Start the workers on a stage, without waiting for them; subclasses define it.
 
-        Args:
-          stage_run: What the workers read and write.
-          folder: A local folder for files of the driver, such as logs.
-
-        Returns:
-          The `Run` that was started, to wait for its end and to kill it.
+        The local `folder` is for files of the driver, such as logs.
         """
         raise NotImplementedError
 
@@ -336,14 +302,8 @@ class FileExchange:
         inputs that workers cannot read, and the mask of the groups that take part.
         There is one for each range, even without slices.
 
-        Args:
-          call: The run of the stage.
-          folder: The path of the stage run's folder.
-
-        Returns:
-          `(starts, failed)`: the index of the first group of each range of groups, one
-          for each file; and a dict from group index to reason, with the groups whose
-          data cannot be read.
+        The result is `(starts, failed)`: the index of the first group of each range,
+        and the reasons for groups whose data cannot be read.
         """
         starts, failed = [], {}
         others = [x for x in call.slices if not _readable_by_workers(x)]
@@ -387,13 +347,8 @@ class FileExchange:
     ) -> Iterator[tuple[Block, BlockResult]]:
         """Read the files of blocks that workers have finished since the last call.
 
-        Args:
-          folder: The path of the stage run's folder.
-          seen: The paths of the files that were read before; new ones are added.
-
-        Returns:
-          An iterator of pairs of a block, without its slices, and its result, without
-          partial reductions.
+        `seen` has the paths of the files that were read before; new ones are added. The
+        blocks have no slices, and the results no partial reductions.
         """
         for path in self._files.listed(f"{folder}/block-"):
             # Each file once: after a retry the same blocks are written again.
@@ -402,14 +357,12 @@ class FileExchange:
                 yield wire_format.result_from_bytes(self._files.read(path))
 
 
-def _pieces(slices: Sequence[Any]) -> tuple[tuple[str, list], ...]:
-    """List the files with slices of which a stage on coordinates takes the columns.
+def _pieces(
+    slices: Sequence[Any],
+) -> tuple[tuple[str, list[tuple[int, int, int]]], ...]:
+    """Return `StageRun.pieces` of a stage on coordinates, from its partitioned inputs.
 
-    Args:
-      slices: The partitioned inputs of the stage, in order.
-
-    Returns:
-      `StageRun.pieces`; () if the stage takes no columns, or some that the driver has.
+    () if it takes no columns, or some that the driver has.
     """
     pieces: dict[Any, list] = {}
     for x in slices:
@@ -428,9 +381,5 @@ def _readable_by_workers(x: Any) -> bool:
 
     True only for a `Lazy` of a `Groups` whose `bounds()` is not None, such as Parquet
     files.
-
-    Args:
-      x: The input: an array of all groups' slices, a `Lazy` (slices that are read
-        later), or a `WorkerSlices` (slices that workers have).
     """
     return isinstance(x, Lazy) and x.source.groups.bounds() is not None

@@ -25,7 +25,7 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from drjax._storage import Folder, LocalFolder
 
@@ -44,11 +44,8 @@ class LockedError(Exception):
 class Lock:
     """A lock of the operating system (`flock`) on a folder's lock file.
 
-    It is held from construction until `release`, or until this process ends.
-
-    Args:
-      folder: The locked folder, a `drjax._storage.Folder`.
-      number: The file descriptor of the lock file, which is open and locked.
+    It is held from construction until `release`, or until this process ends. `number`
+    is the descriptor of the lock file, which is open and locked.
 
     Attributes:
       lost: Always False: unlike a `Lease`, it cannot be lost to another driver.
@@ -89,22 +86,14 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_child)
 
 
-def acquire(folder: LocalFolder | Any) -> "Lock | Lease":
+def acquire(folder: Folder) -> "Lock | Lease":
     """Lock a folder for this process, without waiting for another live driver.
 
     If a `Lease` of a driver on another machine is in the folder, this waits for up to
-    `EXPIRY` seconds to see whether that driver renews it.
-
-    Args:
-      folder: A `drjax._storage.LocalFolder`, or another `Folder`.
-
-    Returns:
-      A `Lock` for a local folder; a `Lease` if it is remote, or if its file system has
-      no file locks. Both are held until `release`.
-
-    Raises:
-      LockedError: Another driver has locked it.
-      OSError: The folder cannot be used.
+    `EXPIRY` seconds to see whether that driver renews it. The result is a `Lock` for a
+    local folder; a `Lease` if it is remote, or if its file system has no file locks. A
+    `LockedError` is raised if another driver has locked it, and an `OSError` if it
+    cannot be used.
     """
     if isinstance(folder, LocalFolder):
         number = _locked_file(folder.path / NAME)
@@ -116,16 +105,9 @@ def acquire(folder: LocalFolder | Any) -> "Lock | Lease":
 def _locked_file(path: Path) -> int | None:
     """Open and lock a file without waiting, and write this process to it as the owner.
 
-    Args:
-      path: The lock file; it is created if it does not exist.
-
-    Returns:
-      The file descriptor of the open, locked file; None if the operating system or the
-      file system has no file locks.
-
-    Raises:
-      LockedError: Another process has locked it.
-      OSError: The file cannot be opened.
+    It is created if it does not exist. The result is its descriptor; None if the
+    operating system or the file system has no file locks. A `LockedError` is raised if
+    another process has locked it.
     """
     try:
         import fcntl
@@ -160,18 +142,10 @@ def _locked_file(path: Path) -> int | None:
 
 
 def _open_or_create(path: Path) -> tuple[int, bool]:
-    """Open a file for reading and writing, or create it if it does not exist.
+    """Open a file to read and write; return its descriptor, and whether it is new.
 
-    It is not truncated before it is locked: its text names the holder, for the error.
-
-    Args:
-      path: The path of the file.
-
-    Returns:
-      `(file descriptor, whether this call has created the file)`.
-
-    Raises:
-      OSError: The file cannot be opened.
+    It is created if it does not exist. It is not truncated before it is locked: its
+    text names the holder, for the error.
     """
     flags = os.O_RDWR | os.O_CLOEXEC
     while True:  # another driver may create or remove it in between
@@ -185,17 +159,11 @@ class Lease:
     """A lock file that its holder renews every `RENEWAL` seconds, until `release`.
 
     It locks folders whose file system has no file locks. The constructor acquires it,
-    which may take up to `EXPIRY` seconds, and starts a thread that renews it.
-
-    Args:
-      folder: The folder to lock, a `drjax._storage.Folder`.
+    which may take up to `EXPIRY` seconds, and starts a thread that renews it; it raises
+    a `LockedError` if another driver has the lease.
 
     Attributes:
-      lost: Whether another driver has taken the lease, bool.
-
-    Raises:
-      LockedError: Another driver has the lease.
-      OSError: The folder cannot be used.
+      lost: Whether another driver has taken the lease.
     """
 
     lost = False
@@ -229,9 +197,8 @@ class Lease:
     def _acquire(self) -> None:
         """Write the file of this lease to the folder, once no other driver has a lease.
 
-        Raises:
-          LockedError: Another driver has one, or has written one at the same time.
-          OSError: The folder cannot be used.
+        A `LockedError` is raised if another driver has one, or has written one at the
+        same time.
         """
         try:
             self._folder.create(NAME, self._text())
@@ -247,11 +214,9 @@ class Lease:
 
         It has ended already if its process on this machine is dead, or if the file is
         gone. If the state of its process is unknown, as on another machine, the lease
-        ends when its file has not changed for `EXPIRY` seconds, or is removed.
-
-        Raises:
-          LockedError: The other driver lives: its process does, or the file has
-            changed.
+        ends when its file has not changed for `EXPIRY` seconds, or is removed. A
+        `LockedError` is raised if the other driver lives: its process does, or the file
+        has changed.
         """
         seen = self._read()
         state = _state(seen)
@@ -285,21 +250,14 @@ class Lease:
                     return
 
     def _is_own(self) -> bool:
-        """Return whether the folder's lease file is this lease's; False if it is gone.
-
-        Raises:
-          OSError: The file cannot be read.
-        """
+        """Return whether the folder's lease file is there, and is this lease's."""
         owner = self._read()
         return owner is not None and owner.get("token") == self._owner["token"]
 
     def _read(self) -> dict[str, Any] | None:
-        """Read the lease file in the folder.
+        """Read the lease file: `_owner` and `renewals` in a dict; None if it is gone.
 
-        Returns:
-          The process that has the lease: a dict with the keys `process`, `host`,
-          `machine`, `start`, `token` and `renewals`. {} if the content is no JSON
-          object; None if there is no file.
+        It is {} if the content is no JSON object.
         """
         try:
             return _parse(self._folder.read(NAME))
@@ -320,13 +278,10 @@ class Lease:
 def _owner(token: str) -> dict[str, Any]:
     """Describe this process as the owner of a lock, as JSON data for the lock file.
 
-    Args:
-      token: A unique text for a lease; empty for a lock of the operating system.
-
-    Returns:
-      A dict: `process` is the process id, `host` the host name, `machine` a text for
-      the scope in which process ids are unique, `start` the time at which the process
-      started, as text or None if not known, and `token` the argument.
+    `process` is the process id, `host` the host name, `machine` a text for the scope in
+    which process ids are unique, `start` the time at which the process started, as text
+    or None if not known, and `token` a unique text for a lease, empty for a lock of the
+    operating system.
     """
     pid = os.getpid()
     return {
@@ -339,15 +294,7 @@ def _owner(token: str) -> dict[str, Any]:
 
 
 def _parse(data: bytes) -> dict[str, Any]:
-    """Parse the content of a lock file.
-
-    Args:
-      data: The content, JSON in UTF-8.
-
-    Returns:
-      The process that owns the lock: a dict with the keys `process`, `host`, `machine`,
-      `start` and `token`. {} if `data` is no JSON object.
-    """
+    """Parse the content of a lock file; {} if it is no JSON object."""
     try:
         owner = json.loads(data)
     except ValueError:
@@ -358,9 +305,7 @@ def _parse(data: bytes) -> dict[str, Any]:
 def _describe(owner: dict[str, Any] | None) -> str:
     """Return the process id and host name of a lock's owner, as text for errors.
 
-    Args:
-      owner: The content of the lock file, a dict with the keys `process` and `host`. If
-        it is None or {}, the text is "another process".
+    It is "another process" if `owner`, the content of the lock file, is None or {}.
     """
     if not owner:
         return "another process"
@@ -384,12 +329,8 @@ def _machine() -> str:
 def _start_time(pid: int) -> str | None:
     """Return the time at which a process started, to tell apart processes with one id.
 
-    Args:
-      pid: The process id.
-
-    Returns:
-      Clock ticks since boot, as text from `/proc`; None if there is no such process, or
-      the system has no `/proc`.
+    It is in clock ticks since boot, as text from `/proc`; None if there is no such
+    process, or the system has no `/proc`.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
@@ -400,17 +341,12 @@ def _start_time(pid: int) -> str | None:
     return text.rpartition(")")[2].split()[19]
 
 
-def _state(owner: dict[str, Any] | None) -> str:
-    """Return whether the process that has a lease lives.
+def _state(owner: dict[str, Any] | None) -> Literal["alive", "dead", "unknown"]:
+    """Return the state of the process that has a lease, from the content of its file.
 
-    Args:
-      owner: The content of the lease's file, a dict with the keys `process`, `machine`,
-        `start` and `token`; None if the file is gone.
-
-    Returns:
-      `"alive"`; `"dead"`, also if `owner` is None; or `"unknown"`, as for a process on
-      another machine. A lease of this process itself is alive until its `release`, and
-      dead afterwards.
+    If the file is gone, `owner` is None and the process counts as dead. The state is
+    unknown for a process on another machine. A lease of this process itself is alive
+    until its `release`, and dead afterwards.
     """
     if owner is None:
         return "dead"  # released just now

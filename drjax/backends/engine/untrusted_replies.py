@@ -17,11 +17,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 
+from drjax._compat.types import Aval
 from drjax._plan_file.exported_stage import batched_of
 from drjax._plan_file.load import plan_from_bytes
 from drjax._primitives.reduce_ops import REDUCE_OPS
@@ -42,13 +43,11 @@ class Partial:
     """An array that the reply for one group must hold, mostly a partial reduction.
 
     Attributes:
-      op: The reduction, text: sum, mean, max, min or fold. Empty for the two arrays
-        that are no partial reductions: the group index and the mask.
-      name: What errors call the array, text: of a partial reduction the name of the
+      op: The reduction, or `FOLD`. Empty for the two arrays that are no partial
+        reductions: the group index and the mask.
+      name: What errors call the array: of a partial reduction the name of the
         partitioned value that is reduced.
-      shape: The planned shape, a tuple of ints.
-      dtype: The planned dtype.
-      secure: Of a secure sum the least number of groups to sum, int; 0 if it is none.
+      secure: Of a secure sum the least number of groups to sum; 0 if it is none.
       encoded: What the reply's array decodes to, `(wire, shape)`, if it is the codes of
         an encoded partial reduction; else None.
       bound: Of a secure sum the largest magnitude of a number of one group; None: the
@@ -80,13 +79,9 @@ _PLACE = Partial(FOLD, "its place in a fold", (1,), np.dtype(np.int32))
 def partials_of(file: File) -> list[list[Partial]]:
     """Read from a plan file which partial reductions each local stage returns.
 
-    Args:
-      file: The plan file.
-
-    Returns:
-      For each round, loops included, in the order of `rounds_of`: a list of `Partial`,
-      one for each of its reductions but gathers. If it has folds, one for the group
-      index follows, and then one for each leaf of the states, `[1, *s]`.
+    For each round, loops included, in the order of `rounds_of`, there is one for each
+    of its reductions but gathers. If it has folds, one for the group index follows, and
+    then one for each leaf of the states, `[1, *s]`.
     """
     with jax.enable_x64(file.x64):
         # Without `file.custom_calls`, as clients allow none of them: the server refuses
@@ -114,19 +109,12 @@ def partials_of(file: File) -> list[list[Partial]]:
     return planned
 
 
-def _planned(op: str, name: str, aval: Any, reduce: Reduce | None) -> Partial:
+def _planned(op: str, name: str, aval: Aval, reduce: Reduce | None) -> Partial:
     """Return the array that a reply for one group must hold for one output of a stage.
 
-    Args:
-      op: The operation, such as `"sum"`; `FOLD` for a leaf of a fold's state.
-      name: The name of the partitioned value that is reduced, for errors.
-      aval: The shape and dtype of the output of the stage.
-      reduce: The reduction in the plan; None for a leaf of a fold's state.
-
-    Returns:
-      A `Partial` of shape and dtype. For a fold's state a leading axis of size 1 is
-      added. For a reduction with `wire=`, unless it is a secure sum, the array is the
-      codes, uint8 `[k]`. Else it has the shape and dtype of `aval`.
+    It has shape and dtype of `aval`, the output's, except for a leaf of a fold's state
+    (`reduce` is None), which gets a leading axis of size 1, and for a reduction with
+    `wire=` that is no secure sum: that is the codes, uint8 `[k]`.
     """
     shape, dtype = tuple(aval.shape), np.dtype(aval.dtype)
     if reduce is None:
@@ -140,10 +128,8 @@ def _planned(op: str, name: str, aval: Any, reduce: Reduce | None) -> Partial:
 def failure(group: int, why: str) -> BlockResult:
     """Make a `BlockResult` for a block of one group, which has failed.
 
-    Args:
-      group: The group index.
-      why: The reason, which may be text of an untrusted worker: it is shortened, and
-        its unprintable characters are escaped.
+    The reason may be text of an untrusted worker: it is shortened, and its unprintable
+    characters are escaped.
     """
     return BlockResult([], [], {group: readable(why)}, 0, 0.0)
 
@@ -153,20 +139,14 @@ def validate_reply(
 ) -> BlockResult:
     """Check the reply of an untrusted worker for one group, and parse it.
 
-    Args:
-      data: The reply, of any type. An honest worker sends the bytes of
-        `wire_format.result_to_bytes`.
-      group: The index of the group that the worker was asked for.
-      partials: The planned partial reductions of the stage.
-      check_nans: Whether a reply with a NaN is refused, or one with an infinity that is
-        not the identity of its reduction.
+    `data` is of any type; an honest worker sends the bytes of
+    `wire_format.result_to_bytes`. `group` is the one that the worker was asked for. If
+    `check_nans` is true, a reply with a NaN is refused, or one with an infinity that is
+    not the identity of its reduction.
 
-    Returns:
-      The group's `BlockResult`: its partial reductions and no slices; or only the
-      reason, if the worker reports that the group has failed.
-
-    Raises:
-      BadReply: The reply does not fit the plan or the request.
+    The result has the group's partial reductions, as planned, and no slices; or only
+    the reason, if the worker reports that the group has failed. A `BadReply` is raised
+    if the reply does not fit the plan or the request.
     """
     try:
         return _validated(data, group, partials, check_nans)
@@ -178,23 +158,7 @@ def validate_reply(
 def _validated(
     data: Any, group: int, partials: Sequence[Partial], check_nans: bool
 ) -> BlockResult:
-    """Check and parse a reply, as `validate_reply`, but let a `RecursionError` through.
-
-    Args:
-      data: The reply, of any type; bytes of `wire_format.result_to_bytes` are expected.
-      group: The index of the group that the worker was asked for.
-      partials: The planned partial reductions of the stage.
-      check_nans: Whether a reply with a NaN is refused, or one with an infinity that is
-        not the identity of its reduction.
-
-    Returns:
-      The group's `BlockResult`: its partial reductions and no slices; or only the
-      reason, if the worker reports that the group has failed.
-
-    Raises:
-      BadReply: The reply does not fit the plan or the request.
-      RecursionError: Its JSON header is nested too deeply.
-    """
+    """Check and parse a reply as `validate_reply`, but let `RecursionError` through."""
     record, kinds, offset = _header(data)
     why, pid, seconds = _parse_record(record, group, len(partials))
     # A group that failed sends no values.
@@ -229,19 +193,12 @@ def _validated(
 
 
 def _header(data: Any) -> tuple[Any, Any, int]:
-    """Parse the header of a reply.
+    """Parse the header of a reply into `(record, kinds, offset)`.
 
-    Args:
-      data: The reply, of any type.
-
-    Returns:
-      `(record, kinds, offset)`. The record says whether the group failed, and the kinds
-      are the dtypes and shapes of the arrays; both are JSON data that is not checked
-      yet. The offset is the position of the first array in `data`, in bytes.
-
-    Raises:
-      BadReply: The reply is not of type bytes, or has no such header.
-      RecursionError: The header is nested too deeply.
+    The record says whether the group failed, and the kinds are the dtypes and shapes of
+    the arrays; both are JSON data that is not checked yet. The offset is the position
+    of the first array in `data`, in bytes. A `BadReply` is raised if the reply is not
+    of type bytes, or has no such header; a `RecursionError` if it is nested too deeply.
     """
     # `type` and not isinstance: a subclass may override anything.
     if type(data) is not bytes:
@@ -265,42 +222,22 @@ def _header(data: Any) -> tuple[Any, Any, int]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a dict of a JSON object's `(name, value)` pairs: a hook of `json.loads`.
-
-    Raises:
-      ValueError: A name occurs twice.
-    """
+    """Make a dict of a JSON object, or raise `ValueError` if a name occurs twice."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         raise ValueError("a name is there twice")
     return fields
 
 
-def _no_constant(text: str) -> Any:
-    """Refuse a constant that JSON does not have: a hook of `json.loads`.
-
-    Args:
-      text: The constant, `NaN`, `Infinity` or `-Infinity`.
-
-    Raises:
-      ValueError: Always.
-    """
+def _no_constant(text: str) -> NoReturn:
+    """Raise a `ValueError` for `NaN` or an infinity, which JSON does not have."""
     raise ValueError(f"{text} is no number")
 
 
 def _fields(x: Any, what: str, *names: str) -> list[Any]:
-    """Return the values of a JSON object that must have exactly some names.
+    """Return the values of a JSON object with exactly these `names`, in their order.
 
-    Args:
-      x: JSON data of any type, parsed.
-      what: What errors call it.
-      *names: The names.
-
-    Returns:
-      A list of the values, in the order of `names`.
-
-    Raises:
-      BadReply: `x` is no object, or has other names.
+    Else a `BadReply` is raised, in which `what` names the object.
     """
     # Unknown names are refused, so that a reply has one meaning.
     if type(x) is not dict or set(x) != {*names}:
@@ -312,20 +249,11 @@ def _fields(x: Any, what: str, *names: str) -> list[Any]:
 def _parse_record(
     record: Any, group: int, partials: int
 ) -> tuple[str | None, int, float]:
-    """Check the record in the header of a reply, and return its values.
+    """Check the record in the header of a reply; return `(why, pid, seconds)` of it.
 
-    Args:
-      record: JSON data of any type, parsed; an object with the names `failed`, `pid`,
-        `seconds` and `partials` is expected.
-      group: The index of the group that the worker was asked for.
-      partials: How many partial reductions are planned.
-
-    Returns:
-      `(why, pid, seconds)`: the reason for which the group failed, or None if it did
-      not; the id of the worker's process; and how long it took.
-
-    Raises:
-      BadReply: The record does not fit the plan or the request.
+    An object with the names `failed`, `pid`, `seconds` and `partials` is expected, with
+    `partials` the number of planned partial reductions. The reason is None if the
+    group, the one that the worker was asked for, has not failed.
     """
     failures, pid, seconds, count = _fields(
         record, "its record", "failed", "pid", "seconds", "partials"
@@ -352,16 +280,10 @@ def _parse_record(
 
 
 def _check_kinds(kinds: Any, expected: Sequence[Partial], nbytes: int) -> None:
-    """Check that a reply has arrays of the planned dtypes and shapes, and nothing else.
+    """Raise a `BadReply` if the arrays of a reply are others than the planned ones.
 
-    Args:
-      kinds: JSON data of any type, parsed; a list of `[dtype, shape]` of each array is
-        expected.
-      expected: The planned arrays.
-      nbytes: How many bytes follow the header of the reply.
-
-    Raises:
-      BadReply: It has other arrays, or another number of bytes than they need.
+    A list of `[dtype, shape]` of each is expected, and as many bytes after the header,
+    `nbytes`, as they need.
     """
     if type(kinds) is not list or len(kinds) != len(expected):
         count = len(kinds) if type(kinds) is list else repr(kinds)
@@ -380,17 +302,10 @@ def _check_kinds(kinds: Any, expected: Sequence[Partial], nbytes: int) -> None:
 
 
 def _check_finite(partials: Sequence[Partial], arrays: Sequence[np.ndarray]) -> None:
-    """Check that a group's partial reductions are finite, or the reduction's identity.
+    """Raise a `BadReply` unless arrays are finite, or the identity of the reduction.
 
     The identity of a maximum is -inf: the partial reduction of a group without entries.
     Integers pass; a state of a fold may have infinities, but no NaN.
-
-    Args:
-      partials: The planned partial reductions.
-      arrays: Those of the reply, in the same order.
-
-    Raises:
-      BadReply: There is a NaN, or another infinity.
     """
     for partial, x in zip(partials, arrays, strict=True):
         if not jax.numpy.issubdtype(x.dtype, np.inexact):
@@ -406,15 +321,10 @@ def _check_finite(partials: Sequence[Partial], arrays: Sequence[np.ndarray]) -> 
 
 
 def content_of(reply: Any, record: str, name: str) -> Any:
-    """Return a field of a client's reply, as the client sent it, not validated.
+    """Return a field of a client's reply, a Flower `Message`, as the client sent it.
 
-    Args:
-      reply: The reply, a Flower `Message`.
-      record: The name of the record in the reply.
-      name: The name of the field in the record.
-
-    Raises:
-      BadReply: The reply has no such field.
+    It is not validated. A `BadReply` is raised if the reply has no such field in that
+    record.
     """
     try:
         # The client chooses what a reply has: any access to its content may raise.
