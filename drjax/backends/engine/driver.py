@@ -17,7 +17,7 @@ step of a loop of rounds waits for its groups.
 import functools
 import time
 from collections.abc import Callable, Collection
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -117,7 +117,7 @@ class Runner:
 
     @property
     def file(self) -> File:
-        """The plan file that workers get, a `File` with its bytes and hash."""
+        """The plan file that workers get."""
         return self.executable.file
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -144,21 +144,17 @@ class Runner:
                     handle.use_up()
                 return results
 
-    def _run(self, plan: Plan, inputs: list, saved: checkpoint.Checkpoint) -> Any:
+    def _run(self, plan: Plan, inputs: list[Any], saved: checkpoint.Checkpoint) -> Any:
         """Run the plan once, and return the results of the planned function.
 
-        Args:
-          plan: The plan for the number of groups of the call.
-          inputs: The inputs of the plan, in order. Each is a numpy array, with the
-            groups along axis 0 if it is partitioned; a `Lazy`, whose slices are read
-            block by block; or a `WorkerSlices`, whose slices workers have.
-          saved: The open checkpoint of the call: results that it has are not computed.
+        `plan` is for the number of groups of the call. Of its inputs each is a numpy
+        array, with the groups along axis 0 if it is partitioned; a `Lazy`, whose slices
+        are read block by block; or a `WorkerSlices`, whose slices workers have. Results
+        that the open checkpoint has are not computed.
 
-        Returns:
-          The pytree that the planned function returns, of JAX arrays. A result that the
-          constructor's `keep` names as an argument of the next call is a `Kept`, which
-          stands for its slices. In other partitioned results the slices of dropped
-          groups are NaN, or zero if they are not floats.
+        A result that the constructor's `keep` names as an argument of the next call is
+        a `Kept`, which stands for its slices. In other partitioned results the slices
+        of dropped groups are NaN, or zero if they are not floats.
         """
         call = _Call(self, plan, saved, self.options)
         run = _DriverInterpreter(call, self.executable.plan, "")
@@ -174,21 +170,13 @@ class Runner:
             outputs.append(x)
         return self.kept.results(self.executable.results(outputs), staying)
 
-    def _checkpoint(self, inputs: list, n: int) -> checkpoint.Checkpoint:
+    def _checkpoint(self, inputs: list[Any], n: int) -> checkpoint.Checkpoint:
         """Open and lock the checkpoint of a call in the option `checkpoint`'s folder.
 
-        Args:
-          inputs: The inputs of the plan, in order, each a numpy array or a `Lazy`; a
-            hash of them identifies the call.
-          n: The number of groups of the call.
-
-        Returns:
-          The checkpoint, a context manager that unlocks the folder; without the option,
-          one that saves nothing.
-
-        Raises:
-          EngineError: The folder cannot be used, is locked, or has another call's
-            checkpoint.
+        The call is identified by a hash of the inputs and by n, its number of groups.
+        The result is a context manager that unlocks the folder; without the option, one
+        that saves nothing. An `EngineError` is raised if the folder cannot be used, is
+        locked, or has another call's checkpoint.
         """
         if self.options.checkpoint is None:
             return checkpoint.Checkpoint()
@@ -199,12 +187,9 @@ class Runner:
     def block_size(self, a_round: Round, n: int) -> BlockSize:
         """Return the `BlockSize` that chooses how many groups a block of a stage has.
 
-        The first call for a round and a number of groups creates it; later calls return
-        the same one, so that all calls of this runner share what was measured.
-
-        Args:
-          a_round: A round of the plan, or of the body of a loop.
-          n: The number of groups of the call.
+        The first call for a round, of the plan or of the body of a loop, and a number
+        of groups creates it; later calls return the same one, so that all calls of this
+        runner share what was measured.
         """
         key = self.executable.stage_index(a_round), n
         if key not in self._sizes:
@@ -227,7 +212,7 @@ class Runner:
     def __enter__(self) -> "Runner":
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -240,11 +225,8 @@ class _DriverInterpreter(PlanInterpreter):
     axis 0; or they are a `Lazy`, whose slices are read block by block, or a
     `WorkerSlices`, whose slices workers have.
 
-    Args:
-      call: The state of the call.
-      plan: The plan, or the body of a loop, with exported stages.
-      prefix: A text before the number of each round in its location: empty for the
-        plan, and `2.scan.0.` for body 0 of the loop `scan` in round 2.
+    `prefix` is a text before the number of each round in its location: empty for the
+    plan, and `2.scan.0.` for body 0 of the loop `scan` in round 2.
     """
 
     def __init__(self, call: "_Call", plan: Plan, prefix: str):
@@ -303,7 +285,7 @@ class _DriverInterpreter(PlanInterpreter):
             slices = mask_dropped_slices(move.source, slices, alive)
         return move_slices(move, slices, index, len(alive))
 
-    def run_loop(self, index: int, loop: Loop, inputs: list) -> list:
+    def run_loop(self, index: int, loop: Loop, inputs: list[Any]) -> list[Any]:
         if loop.op == "columns":
             return self.call.run_columns(loop, inputs, f"{self.prefix}{index + 1}")
         # The index of the body follows, as in names of members of the plan file.
@@ -322,24 +304,18 @@ class _DriverInterpreter(PlanInterpreter):
         return _python_loops.run(loop, bodies, inputs, self.call.plan.size, np, steps)
 
 
-def _read_stacked(body: Callable[[list], list], carry: int) -> Callable[[list], list]:
+def _read_stacked(
+    body: Callable[[list[Any]], list[Any]], carry: int
+) -> Callable[[list[Any]], list[Any]]:
     """Wrap the body of a scan, so that the outputs that the scan stacks are arrays.
 
     A body may return a `Lazy` or a `WorkerSlices` for a partitioned output, whose
-    slices are not in this process. A stack needs the array `[n, *s]` of all slices.
-
-    Args:
-      body: Runs one step: from the list of its inputs to the list of carried values,
-        then of outputs to stack.
-      carry: The number of carried values. These are returned as they are, as the next
-        step can read their slices block by block.
-
-    Returns:
-      A function with the same arguments and results, which reads the slices of each
-      output to stack into a numpy array.
+    slices are not in this process. A stack needs the array `[n, *s]` of all slices. The
+    first `carry` outputs are returned as they are, as the next step can read their
+    slices block by block.
     """
 
-    def step(inputs: list) -> list:
+    def step(inputs: list[Any]) -> list[Any]:
         outputs = body(inputs)
         return [*outputs[:carry], *map(read_if_lazy, outputs[carry:])]
 
@@ -349,20 +325,13 @@ def _read_stacked(body: Callable[[list], list], carry: int) -> Callable[[list], 
 class _Call:
     """The state of one call of a `Runner`.
 
-    Args:
-      runner: The runner.
-      plan: The plan for the number of groups of the call. Its stages may be others than
-        those of `runner.executable.plan`. Or the body of a `columns` loop, whose groups
-        are the coordinates.
-      saved: The open checkpoint of the call. The groups that it lists as dropped are
-        dropped from the start.
-      options: The options of the stages.
+    The plan is for the number of groups of the call. Its stages may be others than
+    those of `runner.executable.plan`. Or it is the body of a `columns` loop, whose
+    groups are the coordinates. Groups that the open checkpoint lists as dropped are
+    dropped from the start.
 
     Attributes:
-      runner: The runner.
-      plan: The plan for the number of groups of the call.
-      checkpoint: The checkpoint of the call.
-      options: The engine's options.
+      options: The options of the stages.
       report: The `Report` on the call.
       alive: Which groups take part, bool `[n]`: false for groups that were dropped.
     """
@@ -399,24 +368,16 @@ class _Call:
         `StageReport` to `self.report`. Groups that fail are dropped for the rest of the
         call: `self.alive` is False for them.
 
-        Args:
-          a_round: The round.
-          kept: The outputs of the stage whose slices are needed after it.
-          env: The arrays of all values that were computed so far; the stage's inputs
-            are read from it.
-          location: The location of the round: `2`, or `2.scan.0.1` for round 1 in body
-            0 of the loop `scan` in round 2.
-          staying: The names of outputs whose slices workers read from each other.
+        `kept` are the outputs of the stage whose slices are needed after it, and
+        `staying` the names of those that workers read from each other. The stage's
+        inputs are read from `env`. `location` is that of the round: `2`, or
+        `2.scan.0.1` for round 1 in body 0 of the loop `scan` in round 2.
 
-        Returns:
-          A list: the results of the round's reductions but gathers, `[*s]`, the leaves
-          of the results of its folds, then for each output in `kept` all groups'
-          slices, `[n, *s]`, or a `WorkerSlices` if `KeptResults.staying` says that they
-          stay with the workers.
-
-        Raises:
-          EngineError: The stage failed, a group failed with `on_error="raise"`, or
-            fewer groups than `min_groups` survive.
+        The result is a list: the results of the round's reductions but gathers, `[*s]`,
+        the leaves of the results of its folds, then for each of `kept` all groups'
+        slices, `[n, *s]`, or a `WorkerSlices` if `KeptResults.staying` says that they
+        stay with the workers. An `EngineError` is raised if the stage failed, a group
+        failed with `on_error="raise"`, or fewer groups than `min_groups` survive.
         """
         # Now, so that the file is written while the groups run.
         self.checkpoint.write()
@@ -463,19 +424,12 @@ class _Call:
             self.checkpoint.put("dropped", [np.array(sorted(self.report.dropped))])
         return results.finish()
 
-    def run_columns(self, loop: Loop, inputs: list, location: str) -> list[np.ndarray]:
+    def run_columns(
+        self, loop: Loop, inputs: list[Any], location: str
+    ) -> list[np.ndarray]:
         """Run the work on coordinates of gathered slices: in chunks, by the workers.
 
-        Args:
-          loop: The loop, of the op `columns`.
-          inputs: The arrays of its inputs, in order.
-          location: The location of its round.
-
-        Returns:
-          The list of the arrays of its outputs.
-
-        Raises:
-          EngineError: The work failed.
+        `loop` is of the op `columns`, and `location` that of its round.
         """
         (body,) = loop.bodies
         (a_round,) = body.rounds
@@ -508,24 +462,9 @@ class _Call:
     ) -> None:
         """Run a stage on the engine, and add each block of groups to `results`.
 
-        A block is the task of one worker: a range of groups that it runs at once. The
-        groups that a block reports as failed are dropped for the rest of the call:
-        `self.alive`, bool `[n]`, becomes False for them, and `self.report.dropped` gets
-        the reason. The progress bar is updated, and `self.report.workers`, the number
-        of blocks of each process.
-
-        Args:
-          call: The run of the stage, for the engine.
-          results: Combines the partial reductions of the blocks, and stores their
-            slices; it is updated with each block.
-          stage_report: The report on the stage. Its `groups` and `blocks` are updated;
-            its `round` is the location, for errors.
-          stage: The stage, for errors.
-
-        Raises:
-          EngineError: A group failed, and the option `on_error` is `"raise"`.
-          Exception: What the engine raises if the stage failed, and no single group
-            did.
+        The groups that a block reports as failed are dropped for the rest of the call.
+        The progress bar is updated, `self.report.workers`, the number of blocks of each
+        process, and `groups` and `blocks` of the stage's report.
         """
         location = stage_report.round
         with (
@@ -549,16 +488,7 @@ class _Call:
         """Drop a group that failed for the rest of the call, or raise its error.
 
         To drop it sets `self.alive` to False for the group, and puts the reason into
-        `self.report.dropped`.
-
-        Args:
-          group: The group index.
-          why: The reason.
-          location: The location of the round, such as `2`, or `2.scan.0.1` in a loop.
-          stage: The stage, for the error.
-
-        Raises:
-          EngineError: The option `on_error` is `"raise"`.
+        `self.report.dropped`. The option `on_error` decides.
         """
         if self.options.on_error == "raise":
             raise self._error(stage, location, why, group)
@@ -568,28 +498,14 @@ class _Call:
     def _error(
         self, stage: Stage, location: str, why: str, group: int | None = None
     ) -> EngineError:
-        """Create, but not raise, the `EngineError` of a stage that failed.
-
-        Args:
-          stage: The stage.
-          location: The location of the round, such as `2`, or `2.scan.0.1` in a loop.
-          why: The reason.
-          group: The index of the group that failed; None: no single group did.
-        """
+        """Make, but not raise, the `EngineError` of a stage or a group that failed."""
         return stage_error(self.runner.plan, location, stage, why, group)
 
-    def _progress_bar(self, text: str) -> Any:
+    def _progress_bar(self, text: str) -> AbstractContextManager[Any]:
         """Make a context manager for a progress bar that counts groups.
 
-        Args:
-          text: The title of the bar.
-
-        Returns:
-          A context manager. Its value in the `with` block is a `tqdm` bar, with
-          `update(count)`; None if the option `progress` is false.
-
-        Raises:
-          EngineError: The option is true, and tqdm is not installed.
+        Its value in the `with` block is a `tqdm` bar; None if the option `progress` is
+        false.
         """
         if not self.options.progress:
             return nullcontext()

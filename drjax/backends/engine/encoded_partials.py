@@ -16,6 +16,7 @@ of devices: the numbers of an engine and of a mesh differ by both errors.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -39,7 +40,7 @@ class EncodedPartial:
 
 def encode_partials(
     reduces: Sequence[Reduce], partials: Sequence[np.ndarray]
-) -> list[EncodedPartial | np.ndarray]:
+) -> list[Any]:
     """Encode those of a block's partial reductions for which `wire_of` has a `Wire`.
 
     The others are returned as they are, in the order of `reduces`.

@@ -34,20 +34,19 @@ class _BlockState:
     """A block that has no result yet, and its tries so far.
 
     Attributes:
-      position: Its place in the order of results, a tuple of ints: block 3 has `(3,)`,
-        and its halves `(3, 0)` and `(3, 1)`.
-      block: The groups, a `Block`.
-      failed: A dict from group index to reason, for groups of it that have failed
-        already: their data could not be read, or they took too long alone.
-      retries_left: How often it may still be sent again after its worker was lost, int.
+      position: Its place in the order of results: block 3 has `(3,)`, and its halves
+        `(3, 0)` and `(3, 1)`.
+      failed: The reasons for groups of it that have failed already: their data could
+        not be read, or they took too long alone.
+      retries_left: How often it may still be sent again after its worker was lost.
       deadline: The `time.monotonic()` at which it is late; infinity without a limit.
-      alone: Whether its worker has no other block, bool: if the worker ends then, this
-        block is the cause.
+      alone: Whether its worker has no other block: if the worker ends then, this block
+        is the cause.
       task_number: The `Task.number` of its latest task.
-      search: The groups of it that its next task runs one by one, a `Block`, to find
-        one that takes too long; after that the block runs as a whole again. None: the
-        task runs the block.
-      searched: Whether a search was done, or has found a group already, bool.
+      search: The groups of it that its next task runs one by one, to find one that
+        takes too long; after that the block runs as a whole again. None: the task runs
+        the block.
+      searched: Whether a search was done, or has found a group already.
     """
 
     position: tuple[int, ...]
@@ -63,12 +62,9 @@ class _BlockState:
     def halves(self) -> list["_BlockState"]:
         """Split a block that ends its workers into two, to find the group that does.
 
-        Returns:
-          The states of the two halves, in order; neither is sent yet. Both have 0
-          `retries_left`: a half that ends its worker, too, is split at once, and not
-          sent again as a whole. If it is one group, that group has failed. The first
-          one has the block's `failed`, so that each failure is reported once. This
-          state is unchanged.
+        Neither half is sent yet, and both have 0 `retries_left`: a half that ends its
+        worker, too, is split at once, and not sent again as a whole. If it is one
+        group, that group has failed.
         """
         # No retries: a group that ends its workers then costs one loss for each
         # halving, and not `retries + 1`.
@@ -84,11 +80,7 @@ class _BlockState:
         """Return the state with which the block runs as a whole after a search.
 
         A search is a task that runs groups of the block one by one, to find one that
-        takes too long.
-
-        Returns:
-          A copy with `search` None and `searched` True. This state itself, if its
-          `search` is None.
+        takes too long. Without one, it is this state itself.
         """
         return (
             self if self.search is None else replace(self, search=None, searched=True)
@@ -102,19 +94,9 @@ _Finished = tuple[_BlockState, BlockResult | None]
 def results(pool: Pool, call: StageCall) -> Results:
     """Run the blocks of a stage on the workers of a pool, and lost blocks again.
 
-    It is the `Engine.results` of engines that are pools. The plan file is sent to the
-    workers unless `call.cache` has a reference to it.
-
-    Args:
-      pool: The workers, which run.
-      call: The run of the stage.
-
-    Yields:
-      Pairs of a `Block` (groups that run at once) and its `BlockResult` (their partial
-      reductions and slices, and which groups failed), in the order of the groups.
-
-    Raises:
-      Exception: The stage failed, and no single group causes it; as `Pool.result` does.
+    It is the `Engine.results` of engines that are pools; results come in the order of
+    the groups. The plan file is sent to the workers unless `call.cache` has a reference
+    to it.
     """
     # The plan file is shared once for a generation of workers, not once for a stage.
     key = f"{call.job.file.key} {pool.generation}"
@@ -125,27 +107,17 @@ def results(pool: Pool, call: StageCall) -> Results:
 
 
 class _Scheduler:
-    """Schedules the blocks of one stage: which are sent when, and which again.
-
-    Args:
-      in_flight: The table of the blocks that workers have; it sends and awaits them.
-      call: The run of the stage, a `StageCall`.
-    """
+    """Schedules the blocks of one stage: which are sent when, and which again."""
 
     def __init__(self, in_flight: "_InFlight", call: StageCall):
         self.in_flight, self.call, self.options = in_flight, call, call.options
         self._queue: list[_BlockState] = []  # to be sent again, or after a split
 
     def run(self) -> Results:
-        """Run all blocks of the stage.
+        """Run all blocks of the stage; the results come in the order of the groups.
 
         At the end, or when the caller closes the generator, tasks in flight are
         released.
-
-        Yields:
-          Pairs of a `Block` (groups that run at once) and its `BlockResult` (their
-          partial reductions and slices, and which groups failed), in the order of the
-          groups.
         """
         call = self.call
         loaded = blocks_of_groups(call.slices, call.alive, call.job.size)
@@ -162,15 +134,8 @@ class _Scheduler:
     def _run(self, loaded: Iterable[LoadedBlock]) -> Results:
         """Send all blocks to workers, and await their results: the scheduler's loop.
 
-        Args:
-          loaded: An iterator that reads the blocks in order: pairs of a `Block`, and a
-            dict from group index to reason, for groups of it whose data could not be
-            read.
-
-        Yields:
-          Pairs of a `Block` (groups that run at once) and its `BlockResult` (their
-          partial reductions and slices, and which groups failed), in the order of the
-          groups.
+        `loaded` reads the blocks in order, each with the reasons for groups of it whose
+        data could not be read.
         """
         unsent, ordered, more = enumerate(loaded), _OrderedResults(), True
         while more or ordered.waiting:
@@ -205,12 +170,8 @@ class _Scheduler:
     def _finished(self) -> Iterator[_Finished]:
         """Wait until tasks end or are late, and decide what is next for their blocks.
 
-        A block that is to be sent again is put into the queue, and not yielded.
-
-        Yields:
-          Pairs `(state, result)` for the other blocks: the block's state and its
-          `BlockResult`; or None instead if the block was lost too often, and is to be
-          split into halves.
+        A block that is to be sent again is put into the queue, and not yielded; the
+        others are.
         """
         for state, result in self.in_flight.wait():
             if isinstance(result, Lost):
@@ -239,15 +200,8 @@ class _Scheduler:
         * If the block was not searched and has several groups, it is searched.
         * Else it counts as lost, like a block whose worker is gone.
 
-        Args:
-          state: The block, which may be changed.
-          group: The index of the group that took too long in a search; None if it is
-            not known, or if there was no search.
-
-        Yields:
-          Nothing if the block is to be sent again: it goes to the queue of blocks to
-          send. Else one pair of the block's state and its `BlockResult`, or None
-          instead of the result if the block is to be split into halves.
+        `group` is None if it is not known, or if there was no search. Nothing is
+        yielded if the block is to be sent again: it goes to the queue.
         """
         why = f"took longer than {self.options.timeout} s"
         groups = state.block.groups[state.block.valid]
@@ -280,14 +234,7 @@ class _Scheduler:
         while `state.retries_left` is not 0. After that it is split into halves; a block
         of one group has failed instead.
 
-        Args:
-          state: The block; its `retries_left` may be reduced.
-          why: Why the worker is gone, text.
-
-        Yields:
-          Nothing if the block is to be sent again: it goes to the queue of blocks to
-          send. Else one pair of the block's state and its `BlockResult`, or None
-          instead of the result if the block is to be split into halves.
+        Nothing is yielded if the block is to be sent again: it goes to the queue.
         """
         groups = state.block.groups[state.block.valid]
         self.call.lost(f"groups {groups[0]} to {groups[-1]}: {why}")
@@ -305,14 +252,7 @@ class _Scheduler:
     def _retry(self, state: _BlockState) -> Iterator[_Finished]:
         """Put a block into the queue to be sent again, if it has retries left.
 
-        A retry is subtracted.
-
-        Args:
-          state: The block, which is changed.
-
-        Yields:
-          Nothing if the block is in the queue; else one pair `(state, None)`: the block
-          is to be split into halves.
+        A retry is subtracted. Else the block is yielded, to be split into halves.
         """
         if state.retries_left:
             state.retries_left -= 1
@@ -324,14 +264,11 @@ class _Scheduler:
 class _InFlight:
     """The blocks that workers have, with their deadlines; it sends and awaits them.
 
-    Args:
-      pool: The workers.
-      call: The run of the stage, a `StageCall`.
-      file: The reference that `Pool.share` returned for the plan file.
-      shared: The reference that `Pool.share` returned for the global inputs.
+    `file` and `shared` are the references that `Pool.share` returned for the plan file
+    and for the global inputs.
 
     Attributes:
-      limit: How many blocks may be in flight, int.
+      limit: How many blocks may be in flight.
     """
 
     def __init__(self, pool: Pool, call: StageCall, file: Any, shared: Any):
@@ -360,12 +297,8 @@ class _InFlight:
     def send(self, state: _BlockState) -> None:
         """Send a block to a worker; if `state.search` is not None, send that instead.
 
-        A search is a task that runs groups of the block one by one, to find one that
-        takes too long. The block is in flight from then on.
-
-        Args:
-          state: The block. Its `task_number`, its `deadline` and `alone` (whether each
-            worker has at most one block) are set.
+        The block is in flight from then on. Its `task_number`, its `deadline` and
+        `alone` (whether each worker has at most one block) are set.
         """
         block = state.search or state.block
         task = self.job.task(block, search=state.search is not None)
@@ -380,15 +313,9 @@ class _InFlight:
     def wait(self) -> Iterator[tuple[_BlockState, BlockResult | Lost]]:
         """Wait until a task is done, or until one may be late.
 
-        The blocks that are yielded are no longer in flight.
-
-        Yields:
-          Pairs `(state, result)` of the state of a block whose task is done, and its
-          `BlockResult`; or, if its worker is gone, a `Lost` instead, which is not
-          raised.
-
-        Raises:
-          Exception: The stage failed, and no single group causes it.
+        The blocks whose tasks are done come with their results, or, if the worker is
+        gone, with a `Lost`, which is not raised; they are no longer in flight. What is
+        raised means that the stage failed, and that no single group causes it.
         """
         for handle in self.pool.wait([*self._states], self._patience()):
             state = self._states.pop(handle)
@@ -419,12 +346,8 @@ class _InFlight:
     def abandon_late(self) -> Iterator[tuple[_BlockState, int | None]]:
         """Abandon the tasks of late blocks, so that their workers are replaced.
 
-        A task that is done by now is not abandoned.
-
-        Yields:
-          Pairs `(state, group)` of the state of a late block, and the index of the
-          group that took too long, or None if that is not known. These blocks are no
-          longer in flight.
+        The blocks, no longer in flight, come with the index of the group that took too
+        long, or None if that is not known. A task that is done by now is not abandoned.
         """
         for handle, group in self._late():
             # A result that came just in time counts, though the deadline is over.
@@ -434,16 +357,12 @@ class _InFlight:
                 yield state, group
 
     def _late(self) -> Iterator[tuple[Any, int | None]]:
-        """Find the late blocks.
+        """Find the handles of late blocks, each with the group that took too long.
 
-        A block is late when its deadline is over. In a search, which runs the groups of
-        a block one by one, it is also late when one group has run for the option
-        `timeout`.
-
-        Yields:
-          Pairs of the pool's handle of a task, and the index of the group that took too
-          long, or None if only the deadline is known to be over. A handle may come
-          twice, unless the caller removes its block.
+        A block is late when its deadline is over; then the group is None. In a search,
+        which runs the groups of a block one by one, it is also late when one group has
+        run for the option `timeout`. A handle may come twice, unless the caller removes
+        its block.
         """
         now = time.monotonic()
         for handle, state in [*self._states.items()]:
@@ -474,8 +393,7 @@ class _OrderedResults:
 
     Attributes:
       waiting: The `_BlockState.position`s of the blocks whose result was not yielded
-        yet, a list in the order of the groups. The scheduler appends that of each new
-        block.
+        yet, in the order of the groups. The scheduler appends that of each new block.
     """
 
     def __init__(self) -> None:
@@ -485,9 +403,7 @@ class _OrderedResults:
     def add(self, state: _BlockState, result: BlockResult) -> None:
         """Store the result of a block until the results before it are ready.
 
-        Args:
-          state: The block; its groups in `state.failed` are added to those that failed.
-          result: Its result.
+        The groups in `state.failed` are added to those that failed.
         """
         result = replace(result, failed=result.failed | state.failed)
         self._results[state.position] = state.block, result
@@ -495,32 +411,17 @@ class _OrderedResults:
     def split(self, state: _BlockState, halves: list[_BlockState]) -> None:
         """Replace a block that waits for its result by its two halves, in its place.
 
-        Args:
-          state: The state of the block that is split; its position must be in
-            `waiting`.
-          halves: The states of its halves, in order. Their positions take the place of
-            the block's in `waiting`, so that their results come where the block's would
-            have come.
+        Their results then come where the block's would have come.
         """
         i = self.waiting.index(state.position)
         self.waiting[i : i + 1] = [half.position for half in halves]
 
     def ready(self) -> Results:
-        """Remove and yield the results that no earlier block holds up.
-
-        Yields:
-          Pairs of a `Block` and its `BlockResult`, in the order of the groups, until
-          the first block in `waiting` has no result yet.
-        """
+        """Remove and yield the results that no earlier block holds up, in order."""
         while self.waiting and self.waiting[0] in self._results:
             yield self._results.pop(self.waiting.pop(0))
 
 
 def _only_failures(failed: dict[int, str]) -> BlockResult:
-    """Make a `BlockResult` without partial reductions and slices.
-
-    Args:
-      failed: A dict from group index to reason, for groups that failed; {} for a block
-        in which no group takes part.
-    """
+    """Make a `BlockResult` with no values, only the reasons for failed groups."""
     return BlockResult([], [], failed, 0, 0.0)

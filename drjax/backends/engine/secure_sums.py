@@ -23,7 +23,7 @@ that lies can shift the sum within its range, or end the call.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -69,24 +69,19 @@ def _limit(secure_range: float) -> float:
 def step(n: int, secure_range: float) -> float:
     """Return the step to a multiple of which each number of a secure sum is rounded.
 
-    Args:
-      n: The number of groups of the plan.
-      secure_range: The option: the largest magnitude of a number of one group.
+    `n` is the number of groups of the plan, and `secure_range` the option: the largest
+    magnitude of a number of one group.
     """
     return 2 * _limit(secure_range) / _levels(n)
 
 
 def check_plan(plan: Plan, secure_range: float) -> None:
-    """Check that a plan's secure sums can be masked, and stay secure.
+    """Raise an error unless a plan's secure sums can be masked, and stay secure.
 
-    Args:
-      plan: The plan.
-      secure_range: The option: the largest magnitude of a number of one group.
-
-    Raises:
-      DrjaxValueError: The range is no positive number; a sum is of complex numbers; or
-        the same value is also reduced otherwise, so that the server would see each
-        client's.
+    A `DrjaxValueError` is raised if the option `secure_range`, the largest magnitude of
+    a number of one group, is no positive number; if a sum is of complex numbers; or if
+    the same value is also reduced otherwise, so that the server would see each
+    client's.
     """
     number = isinstance(secure_range, int | float) and type(secure_range) is not bool
     if not (number and 0 < secure_range < float("inf")):
@@ -114,12 +109,8 @@ def check_plan(plan: Plan, secure_range: float) -> None:
 def least_groups(partials: Sequence[Partial], clients: int) -> int:
     """Return how many clients must send masked values before their sum is revealed.
 
-    It is the largest demand of the secure sums, and more than half of the clients, so
-    that no two sets of clients can reveal different sums.
-
-    Args:
-      partials: The planned partial reductions of the stage.
-      clients: The number of clients that begin.
+    It is the largest demand of the secure sums, and more than half of the `clients`
+    that begin, so that no two sets of clients can reveal different sums.
     """
     return max(clients // 2 + 1, *(partial.secure for partial in partials))
 
@@ -142,20 +133,14 @@ def answer(
 ) -> Any:
     """Answer a message of the SecAgg protocol of secure sums, at a client.
 
-    Args:
-      message: The Flower message.
-      context: Flower's `Context`, which keeps the client's secrets between messages.
-      load: Returns the group's own data, a pytree of arrays.
-      code: The plan file of the stage, with the message that has the request.
-      min_groups: The least number of groups that the client's owner demands; 0: that of
-        the plan.
+    Flower's `context` keeps the client's secrets between messages. `load` returns the
+    group's own data, a pytree of arrays. `code` is the plan file of the stage, with the
+    message that has the request. `min_groups` is the least number of groups that the
+    client's owner demands; 0: that of the plan.
 
-    Returns:
-      The reply, a Flower message.
-
-    Raises:
-      ValueError: The server demands too few groups, its messages are out of order, or
-        another client sent a share that cannot be decrypted.
+    The result is the reply, a Flower message. A `ValueError` is raised if the server
+    demands too few groups, its messages are out of order, or another client sent a
+    share that cannot be decrypted.
     """
     flwr = needed("flwr.app", "flower", "Flower")
     key = secure_replies.constants()
@@ -234,22 +219,14 @@ def _run_to_be_masked(
 ) -> Any:
     """Run the stage for the client's group; Flower's `secaggplus_mod` masks the result.
 
-    Args:
-      message: The third message of the protocol, with the request.
-      context: Flower's `Context`, with what the server has set up.
-      load: Returns the group's own data, a pytree of arrays.
-      code: The plan file of the stage.
-      min_groups: The least number of groups that the client's owner demands; 0: that of
-        the plan.
+    `message` is the third one of the protocol, with the request. The context has what
+    the server has set up. The other arguments are those of `answer`.
 
-    Returns:
-      A Flower message with the slices of secure sums as one vector, which the mod
-      masks, and the other partial reductions.
-
-    Raises:
-      _Failed: The group failed, or a number is out of range.
-      ValueError: The server would reveal a sum of fewer groups than the plan or the
-        owner demands; or the owner demands secure sums, and the stage has others.
+    The result is a Flower message with the slices of secure sums as one vector, which
+    the mod masks, and the other partial reductions. `_Failed` is raised if the group
+    failed, or a number is out of range; a `ValueError` if the server would reveal a sum
+    of fewer groups than the plan or the owner demands, or if the owner demands secure
+    sums, and the stage has others.
     """
     flwr = needed("flwr.app", "flower", "Flower")
     common = needed("flwr.common", "flower", "Flower")
@@ -309,7 +286,9 @@ def _run_to_be_masked(
 class Link(Protocol):
     """The server's connection to its clients; `drjax.backends.flower` implements it."""
 
-    def push(self, content: dict, node: int, kind: str, **records: Any) -> str | None:
+    def push(
+        self, content: dict[str, Any], node: int, kind: str, **records: Any
+    ) -> str | None:
         """Send a message with the fields `content` to a node; return its number, text.
 
         `kind` is the function of its `ClientApp`, "query" or "train"; `records` are
@@ -334,8 +313,7 @@ class _Client:
     """A client that takes part in a secure sum.
 
     Attributes:
-      group: The index of its group.
-      block: The block of that group alone.
+      block: The block of its group alone.
       request: The request to run the stage, for `client_data.answer_secure`.
     """
 
@@ -354,21 +332,15 @@ def results(
 ) -> Results:
     """Run a stage with secure sums on all clients: the `Engine.results` of such stages.
 
-    Args:
-      call: The run of the stage.
-      link: The link to the clients.
-      nodes: Which client process, a node of Flower, has which group.
-      partials: The planned partial reductions of the stage.
-      secure_range: The largest magnitude of a number of one group, of sums without one
-        of their own.
-      code: The record of the code that clients were sent.
+    `nodes` says which client process, a node of Flower, has which group. `partials` are
+    the planned partial reductions of the stage, here and below. `secure_range` is the
+    largest magnitude of a number of one group, of sums without one of their own. `code`
+    is the record of the code that clients were sent.
 
-    Yields:
-      Pairs of a `Block` of one group and its `BlockResult`, without secure sums, in the
-      order of the groups; then an empty block with the secure sums.
-
-    Raises:
-      EngineError: Too few clients are left to reveal the sums.
+    Each block is of one group, and its result without secure sums, in the order of the
+    groups but for those that fail before the masked values; the last is an empty block
+    with the secure sums. An `EngineError` is raised if too few clients are left to
+    reveal the sums.
     """
     stored, clients = client_data.StoredSlices(), {}
     requests = client_data.Requests(call, stored, code.files[call.job.stage])
@@ -407,16 +379,9 @@ def results(
 def _check_enough(
     call: StageCall, partials: Sequence[Partial], left: int, clients: int
 ) -> int:
-    """Check that enough clients are left, and return how many are needed.
+    """Return how many clients are needed, or raise an `EngineError` if fewer are left.
 
-    Args:
-      call: The run of the stage, for the error.
-      partials: The planned partial reductions of the stage.
-      left: The number of clients that are left.
-      clients: The number of clients that began.
-
-    Raises:
-      EngineError: `left` is less than the number that is needed.
+    `clients` is the number of those that began.
     """
     least, demand = least_groups(partials, clients), least_groups(partials, 0)
     if left < least:
@@ -432,18 +397,10 @@ class _Aggregation:
     """One run of the SecAgg protocol by Flower's workflow: four exchanges.
 
     The workflow calls it: it has methods of a grid, a strategy and a client manager.
-
-    Args:
-      link: The link to the clients.
-      clients: The clients, by the ids of their nodes.
-      partials: The planned partial reductions of the stage.
-      call: The run of the stage.
-      secure_range: The largest magnitude of a number of one group.
-      least: How many clients must be left, to the end.
-      code: The record of the code that clients were sent.
+    `clients` are by the ids of their nodes; `least` of them must be left, to the end.
 
     Attributes:
-      lost: A dict from the id of a node that was lost to the reason.
+      lost: The reasons for the nodes that were lost, by their ids.
     """
 
     def __init__(
@@ -502,15 +459,9 @@ class _Aggregation:
     def unmask(self, left: int) -> list[np.ndarray | None]:
         """Collect shares of masks, and remove the masks from the sum.
 
-        Args:
-          left: The number of clients whose masked values are in the sum.
-
-        Returns:
-          For each partial reduction of the stage its secure sum; None if it is not
-          secure.
-
-        Raises:
-          EngineError: Too few clients sent their shares.
+        `left` is the number of clients whose masked values are in the sum. The result
+        has for each partial reduction of the stage its secure sum; None if it is not
+        secure. An `EngineError` is raised if too few clients sent their shares.
         """
         self._left = left
         try:
@@ -590,30 +541,28 @@ class _Aggregation:
         """Return a pair `(client, FitIns)` for each client, as the workflow's strategy.
 
         All clients take part, and a `FitIns` is empty: what clients get is the request
-        of the stage. `unused` are the workflow's arguments, ignored.
+        of the stage. `unused` are the workflow's arguments.
         """
         common = needed("flwr.common", "flower", "Flower")
         nothing = common.Parameters([], "numpy.ndarray")
         ins = lambda: common.FitIns(nothing, {})
         return [(SimpleNamespace(node_id=node), ins()) for node in self._clients]
 
-    def aggregate_fit(self, number: int, pairs: list, failures: list) -> tuple:
+    def aggregate_fit(
+        self, number: int, pairs: list[tuple[Any, Any]], failures: list[Any]
+    ) -> tuple[None, dict[str, Any]]:
         """As the workflow's strategy, store the mean in `pairs[0][1]` for `unmask`."""
         common = needed("flwr.common", "flower", "Flower")
         (self._mean,) = common.parameters_to_ndarrays(pairs[0][1].parameters)
         return None, {}
 
-    def send_and_receive(self, messages: Any, *, timeout: float | None) -> list:
+    def send_and_receive(
+        self, messages: Iterable[Any], *, timeout: float | None
+    ) -> list[Any]:
         """Send messages to clients: Flower's workflow calls it as its `Grid`.
 
-        A client without a reply in time, or with one that is malformed, enters `lost`.
-
-        Args:
-          messages: Flower messages.
-          timeout: Seconds to wait for all replies; None: no limit.
-
-        Returns:
-          The validated replies of the other clients.
+        A client without a reply in `timeout` seconds (None: no limit), or with one that
+        is malformed, enters `lost`. The result is the validated replies of the others.
         """
         sent, again, replies, key = {}, {}, [], secure_replies.configs_key()
         for message in messages:
@@ -650,7 +599,9 @@ class _Aggregation:
             self.lost[node] = f"its client took longer than {timeout} s"
         return replies
 
-    def _push(self, node: int, records: dict, code: bool = False) -> str | None:
+    def _push(
+        self, node: int, records: dict[str, Any], code: bool = False
+    ) -> str | None:
         """Send a message of the exchange; `code`: with the code of the stage again.
 
         Return its number; None if it cannot be sent, so that the node is lost.
@@ -665,18 +616,11 @@ class _Aggregation:
         return number
 
     def _validated(self, node: int, reply: Any) -> Any:
-        """Validate a client's reply, and make what the workflow takes for a message.
+        """Validate a client's reply, a Flower message of any content.
 
-        Args:
-          node: The id of the node that was asked.
-          reply: The reply, a Flower message of any content.
-
-        Returns:
-          An object like a Flower message, with validated fields only.
-
-        Raises:
-          BadReply: The reply does not fit the exchange or the plan, or the group has
-            failed.
+        `node` is the one that was asked. The result is an object like a Flower message,
+        with validated fields only. A `BadReply` is raised if the reply does not fit the
+        exchange or the plan, or the group has failed.
         """
         if reply.has_error():
             raise BadReply(f"{reply.error.reason} (code {reply.error.code})")
@@ -705,15 +649,7 @@ class _Aggregation:
     def _validated_result(self, node: int, reply: Any) -> BlockResult:
         """Validate the partial reductions that a client sent besides its masked value.
 
-        Args:
-          node: The id of the node.
-          reply: The reply, a Flower message of any content.
-
-        Returns:
-          The `BlockResult` of its group, without secure sums.
-
-        Raises:
-          BadReply: They do not fit the plan, or the group has failed.
+        A `BadReply` is raised if they do not fit the plan, or the group has failed.
         """
         group = self._clients[node].group
         plain = [p for p in self._partials if not p.secure]

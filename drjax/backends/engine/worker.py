@@ -46,9 +46,6 @@ _HALVINGS = 128  # most batches to find them
 class LoadedPlan:
     """A plan file that a worker has loaded, with its compiled local stages.
 
-    Args:
-      file: The plan file, a `File`.
-
     Attributes:
       demands: For each local stage, in the order of `rounds_of`, a list with one int
         for each array of `BlockResult.partials`: the least number of groups to sum,
@@ -82,36 +79,17 @@ class LoadedPlan:
         """Run a stage on a block, and find the groups that fail.
 
         If groups fail and `task.drop` is true, the block runs again without them; if it
-        is false, the result has only the reasons.
-
-        Args:
-          task: The block, and the stage to run.
-          shared: The global inputs of the stage, in order.
-
-        Returns:
-          The `BlockResult`: partial reductions, slices, and why groups failed.
-
-        Raises:
-          Exception: The stage failed, and no single group causes it.
+        is false, the result has only the reasons. `shared` are the global inputs of the
+        stage, in order, here and below. What is raised is no single group's failure:
+        the stage failed.
         """
         with jax.enable_x64(self.file.x64):
             return self._run(task, shared)
 
     def _run(self, task: Task, shared: list[np.ndarray]) -> BlockResult:
-        """Run a stage on a block in the plan's precision; find the groups that fail.
+        """Run a stage on a block, as `run`, in the plan's precision, which is set.
 
-        Args:
-          task: The block, and the stage to run. If groups fail and `task.drop` is true,
-            the block runs again without them; if it is false, the result has only the
-            reasons.
-          shared: The global inputs of the stage, in order.
-
-        Returns:
-          The `BlockResult`: partial reductions, slices `[c, ...]` without padding, and
-          why groups failed.
-
-        Raises:
-          Exception: The stage failed, and no single group causes it.
+        The slices of the result, `[c, ...]`, are without padding.
         """
         start, stage = time.perf_counter(), self._stages[task.stage]
         block, failed, outs, error = task.block, {}, [], None
@@ -169,16 +147,9 @@ class LoadedPlan:
     ) -> BlockResult:
         """Run the groups of a block one by one, so that a slow one can be observed.
 
-        Groups that are masked do not run, and errors of groups are ignored.
-
-        Args:
-          task: The block, and the stage to run.
-          shared: The global inputs of the stage, in order.
-          begin: A function that is called when a group begins, with its group index as
-            the first and as the second argument. Its result is ignored.
-
-        Returns:
-          A `BlockResult` without partial reductions, slices and failed groups.
+        `begin` is called when a group begins, with its group index as both arguments.
+        Groups that are masked do not run, and errors of groups are ignored. The result
+        has no values.
         """
         start, block = time.perf_counter(), task.block
         stage, compiled = self._stages[task.stage], None
@@ -200,14 +171,10 @@ class LoadedPlan:
 class CompiledStage:
     """A local stage, whose exported functions are compiled when they are first used.
 
-    Args:
-      stage: The stage, from a plan file.
+    Attributes:
       reduces: The `Reduce`s of the batched function's first outputs, which are partial
         reductions.
-      states: How many outputs after these are leaves of folded states, int.
-
-    Attributes:
-      stage, reduces, states: As given to the constructor.
+      states: How many outputs after these are leaves of folded states.
       partials: `len(reduces) + states`: the number of the first outputs of the batched
         function, which are combined over blocks. The outputs after them are slices.
     """
@@ -245,30 +212,19 @@ class CompiledStage:
     def _compiled(self, exported: ExportedFunction) -> functools.partial:
         """Wrap an exported function of the stage in `jax.jit`; nothing compiles yet.
 
-        Args:
-          exported: The batched or the per-group function of the stage.
-
-        Returns:
-          A `functools.partial` in which the constants of the stage, the first arguments
-          of the exported function, are bound.
+        The constants of the stage, its first arguments, are bound in the result.
         """
         # The exported function itself, without the guards against vmap and grad.
         compiled = jax.jit(exported.function.call)
         return functools.partial(compiled, *exported_of(self.stage).consts)
 
-    def run_batch(self, block: Block, shared: list[np.ndarray], size: int) -> list:
+    def run_batch(
+        self, block: Block, shared: list[np.ndarray], size: int
+    ) -> list[np.ndarray]:
         """Run the stage on a block, and wait for the results.
 
-        Args:
-          block: The block of c groups, of which one takes part at least.
-          shared: The global inputs of the stage, in order.
-          size: The number of groups to which the block is padded.
-
-        Returns:
-          A list of numpy arrays: the partial reduction over the block for each of the
-          round's reductions but gathers; then the leaves of the block's states, if the
-          round has folds; then the slices `[size, ...]` of each output that is read
-          later.
+        One group of the block takes part at least. The results are what `batched`
+        returns, as numpy arrays, for the block padded to `size` groups.
         """
         # One shape for all blocks, so that XLA compiles the stage once.
         padded = block.padded(size)
@@ -279,43 +235,29 @@ class CompiledStage:
 
     def args_of_group(
         self, block: Block, shared: list[np.ndarray], position: int
-    ) -> list:
-        """Return the arguments of `per_group` for one group of a block.
-
-        Args:
-          block: The block.
-          shared: The global inputs of the stage, in order.
-          position: The position of the group in the block.
-
-        Returns:
-          A list: the group index, then the inputs of the stage, in order, of
-          partitioned ones the group's slice.
-        """
+    ) -> list[np.ndarray | np.generic]:
+        """Return what `per_group` takes for one group, by its position in the block."""
         slices = [x[position] for x in block.slices]
         return [block.groups[position], *self._inputs(shared, slices)]
 
-    def _inputs(self, shared: list, slices: list) -> list:
+    def _inputs(
+        self, shared: list[np.ndarray], slices: list[np.ndarray]
+    ) -> list[np.ndarray]:
         """Merge global and partitioned inputs into one list, in the stage's order.
 
-        Args:
-          shared: The global ones, in order.
-          slices: The partitioned ones, in order: slices of one group or of several.
+        The latter are slices of one group or of several.
         """
         shared_, slices_ = iter(shared), iter(slices)
         inputs = self.stage.inputs
         return [next(slices_ if v.partitioned else shared_) for v in inputs]
 
-    def has_nan(self, outs: list, block: Block) -> bool:
+    def has_nan(self, outs: list[np.ndarray], block: Block) -> bool:
         """Return whether outputs of a block have a NaN, except for masked groups.
 
         What `wire=` would make a NaN counts as one: an infinity of a sum with it.
-
-        Args:
-          outs: What `run_batch` returned for the block. The first `self.partials`
-            arrays are partial reductions and states, which are looked at as a whole;
-            the others are slices `[size, ...]`, of which masked groups and padding are
-            ignored.
-          block: The block of c groups, before padding.
+        `outs` is what `run_batch` returned for `block`, which is not padded. Partial
+        reductions and states are looked at as a whole; of slices, masked groups and
+        padding are ignored.
         """
         partials, slices = outs[: self.partials], outs[self.partials :]
         return any(map(_has_nan, partials, self._encoded)) or any(
@@ -323,12 +265,9 @@ class CompiledStage:
         )
 
     def names_of_nans(self, outs: list[np.ndarray]) -> list[str]:
-        """Return the names of the outputs of one group that have a NaN.
+        """Return the names of the outputs of the stage, of one group, that have a NaN.
 
         What `wire=` would make a NaN counts as one, as in `has_nan`.
-
-        Args:
-          outs: All outputs of the stage, of one group.
         """
         return [
             value.name
@@ -342,19 +281,10 @@ def _suspects(
 ) -> np.ndarray:
     """Narrow down which groups of a block yield NaN, by halving the block.
 
-    Parts of the block run with the other groups masked. Halving ends at parts of 64
-    groups or fewer, and early if many groups yield a NaN, as trying each group is then
-    faster.
-
-    Args:
-      stage: The stage.
-      block: The block, which yields a NaN.
-      shared: The global inputs of the stage, in order.
-      size: The number of groups to which blocks are padded.
-
-    Returns:
-      Positions in the block, int `[k]`, in order: of all groups that yield a NaN, and
-      of some others.
+    The result is positions in the block, int `[k]`, in order: of all groups that yield
+    a NaN, and of some others. Parts of the block, which yields one, run with the other
+    groups masked. Halving ends at parts of 64 groups or fewer, and early if many groups
+    yield a NaN, as trying each group is then faster.
     """
     suspects, parts, left = [], [np.flatnonzero(block.valid)], _HALVINGS
     while parts:
@@ -380,17 +310,9 @@ def _failures(
     suspects: np.ndarray,
     check_nans: bool,
 ) -> dict[int, str]:
-    """Run groups of a block one by one to find which fail.
+    """Run groups of a block one by one; return why some failed, by group index.
 
-    Args:
-      stage: The stage.
-      block: The block.
-      shared: The global inputs of the stage, in order.
-      suspects: The positions in the block of the groups to run, int `[k]`.
-      check_nans: Whether a group that yields a NaN has failed.
-
-    Returns:
-      A dict from group index to reason, for the groups that failed.
+    `suspects` are the positions in the block of the groups to run, int `[k]`.
     """
     failures = {}
     for i in suspects:
@@ -408,12 +330,10 @@ def _failures(
 
 
 def _has_nan(x: np.ndarray, encoded: bool = False) -> bool:
-    """Return whether the array `x` has a NaN; False if its dtype has none.
+    """Return whether an array has a NaN; False if its dtype has none.
 
-    Args:
-      x: The array.
-      encoded: Whether `x` will be encoded, or is added up and then encoded: whatever
-        the encoding makes a NaN of counts as one.
+    If it will be encoded, or is added up and then encoded, whatever the encoding makes
+    a NaN of counts as one.
     """
     if encoded:
         return not fits(x)
@@ -434,20 +354,10 @@ _MOST = 4
 def run(file: File, task: Task, shared: list[np.ndarray]) -> BlockResult:
     """Run a task in this process: the entry point of a worker.
 
-    The four plan files that were used last stay loaded and compiled.
-
-    Args:
-      file: The plan file.
-      task: The block, and the stage to run.
-      shared: The global inputs of the stage, in order.
-
-    Returns:
-      The `BlockResult`: the block's partial reductions, slices `[c, ...]` of outputs
-      that are read later, and why groups failed. It is empty, with `pid` 0, if the
-      driver has called `skip` for the task.
-
-    Raises:
-      Exception: The stage failed, and no single group causes it.
+    `shared` are the global inputs of the stage, in order. The four plan files that were
+    used last stay loaded and compiled. The result is empty, with `pid` 0, if the driver
+    has called `skip` for the task. What is raised is no single group's failure: the
+    stage failed.
     """
     # Its driver gave up; the pid 0 marks a result that does not count.
     if task.number in _skipped:
@@ -486,16 +396,7 @@ def _loaded(file: File) -> LoadedPlan:
 
 
 def demands(file: File, stage: int) -> list[int]:
-    """Return how secure each partial reduction of a stage has to be.
-
-    Args:
-      file: The plan file; it is loaded unless it is one of the four used last.
-      stage: The index of the stage's round in `rounds_of(plan)`, as of `Task.stage`.
-
-    Returns:
-      For each array in `BlockResult.partials` of the stage the least number of groups
-      to sum, `Reduce.secure`; 0 if it is not secure.
-    """
+    """Return `LoadedPlan.demands` of a stage, an index as `Task.stage` is."""
     return _loaded(file).demands[stage]
 
 
@@ -507,14 +408,11 @@ def bounds(file: File, stage: int) -> list[float | None]:
 def skip(number: int) -> None:
     """Record that a task's result is not needed, so that `run` does not begin it.
 
-    A task that runs already is not stopped.
-
-    Args:
-      number: The `Task.number` of the task.
+    `number` is the `Task.number`. A task that runs already is not stopped.
     """
     _skipped.add(number)  # without the lock, which is held while a file is loaded
 
 
 def state() -> WorkerState:
-    """Return what this process is doing now, a `WorkerState`."""
+    """Return what this process is doing now."""
     return replace(_state, seconds=time.time() - _state.since)
