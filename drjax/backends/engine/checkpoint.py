@@ -21,6 +21,7 @@ import hashlib
 import os
 import warnings
 from contextlib import suppress
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -87,7 +88,12 @@ class Checkpoint:
     def __enter__(self) -> "Checkpoint":
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         try:
             self.close()
         except EngineError as failure:

@@ -103,7 +103,7 @@ class EngineOptions:
         return options
 
 
-def checked_integer(name: str, value: Any, low: int) -> int:
+def checked_integer(name: str, value: object, low: int) -> int:
     """Return `value`, of any type, if it is an integer from `low`; else raise an error.
 
     `name` is the option's, such as an engine's `workers`, for the `DrjaxValueError`.

@@ -39,7 +39,7 @@ def masks(
     return [x.reshape(d) for x, d in zip(pieces, dimensions_list, strict=True)]
 
 
-def _copy(fn: Callable, **names: Any) -> Callable:
+def _copy(fn: FunctionType, **names: Any) -> FunctionType:
     """Copy a Flower function that looks up `names`, to look up these in their place."""
     if missing := {*names} - {*fn.__code__.co_names}:
         raise EngineError(
@@ -53,7 +53,7 @@ def _copy(fn: Callable, **names: Any) -> Callable:
 
 
 @functools.cache
-def client_mod() -> Callable:
+def client_mod() -> Callable[..., Any]:
     """Return Flower's `secaggplus_mod`, with masks of full strength."""
     module = needed(CLIENT, "flower", "Flower")
     collect = _copy(module._collect_masked_vectors, pseudo_rand_gen=masks)

@@ -23,7 +23,7 @@ that lies can shift the sum within its range, or end the call.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -169,7 +169,7 @@ def forget(context: Any) -> None:
     context.state.config_records.pop(secure_replies.constants().RECORD_KEY_STATE, None)
 
 
-def _check_unmasking(fields: Any) -> None:
+def _check_unmasking(fields: Mapping[str, Any]) -> None:
     """Raise `ValueError` if a server asks for both secrets of one client.
 
     One unmasks the value that it sent, the other replaces one that it did not send.
@@ -183,7 +183,7 @@ def _check_unmasking(fields: Any) -> None:
         )
 
 
-def _check_shares(fields: Any, context: Any) -> None:
+def _check_shares(fields: Mapping[str, Any], context: Any) -> None:
     """Raise `ValueError` with the node whose share this client cannot decrypt."""
     module = needed(secure_masks.CLIENT, "flower", "Flower")
     constants = secure_replies.constants()
@@ -537,7 +537,7 @@ class _Aggregation:
         """Return the number of clients, as the workflow's client manager."""
         return len(self._clients)
 
-    def configure_fit(self, *unused: Any) -> list[tuple[Any, Any]]:
+    def configure_fit(self, *unused: object) -> list[tuple[Any, Any]]:
         """Return a pair `(client, FitIns)` for each client, as the workflow's strategy.
 
         All clients take part, and a `FitIns` is empty: what clients get is the request

@@ -333,7 +333,7 @@ def content_of(reply: Any, record: str, name: str) -> Any:
         raise BadReply(f"it has no {name!r}: {type(error).__name__}: {error}") from None
 
 
-def readable(text: Any) -> str:
+def readable(text: object) -> str:
     """Return text of an untrusted worker as one printable line, for logs and errors.
 
     At most 2000 characters of `str(text)` are used, with a remark if there were more;

@@ -192,7 +192,9 @@ class WorkerSlices(Unread):
         places = self.piece[index], self.position[index]
         return WorkerSlices(value, self.pieces, *places, self.engine)
 
-    def unless_dropped(self, old: Any, alive: np.ndarray) -> "WorkerSlices":
+    def unless_dropped(
+        self, old: Unread | np.ndarray, alive: np.ndarray
+    ) -> "WorkerSlices":
         """Return this value, but with the slices of `old` for dropped groups.
 
         `old` is an array `[n, ...]`; a `WorkerSlices`, of which nothing is read; or
