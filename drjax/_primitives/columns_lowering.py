@@ -19,12 +19,23 @@ without it; its results then vary over all axes over which an operand varies.
 
 import functools
 import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from drjax import _compat
+from drjax._compat.types import (
+    Array,
+    ClosedJaxpr,
+    GlobalArray,
+    Mesh,
+    Params,
+    PartitionedArray,
+)
+from drjax._partition import Partition
 from drjax._primitives.collectives import (
     execute_gather,
     execute_scatter,
@@ -35,33 +46,28 @@ from drjax._sharding.execute import shard_map_over_devices, vary
 from drjax._sharding.layout import Layout, make_layout
 
 GROUPS, COORDINATES, WHOLE = "groups", "coordinates", "whole"
+Kinds: TypeAlias = Sequence[str]  # one of these for each operand or result, in order
 
 
 def execute_columns(
-    *args, jaxpr, kinds_in, kinds_out, coordinates, partition, mesh, name
-):
-    """Execution function of `map_columns`: apply a jaxpr to each coordinate.
+    *args: Array,
+    jaxpr: ClosedJaxpr,
+    kinds_in: Kinds,
+    kinds_out: Kinds,
+    coordinates: Sequence[int],
+    partition: Partition,
+    mesh: Mesh | None,
+    name: str,
+) -> list[Array]:
+    """Apply a jaxpr to each coordinate, an index into the shape `s`, or `coordinates`.
 
-    `s` is the shape of the coordinates. The kind of an operand or result says its
-    shape, and what the jaxpr takes or returns for one coordinate:
+    The kind of an operand or result says its shape, and what the jaxpr takes or returns
+    for one coordinate:
 
         "groups"       `[n, *s, *t]`  a column `[n, *t]`, the elements of all groups
         "coordinates"  `[*s, *t]`     the element `[*t]` of this coordinate
         "whole"        `[*t]`         an operand: the same `[*t]` for all coordinates
                                       a result: `[*t]`, of which the sum is returned
-
-    Args:
-      *args: The operands.
-      jaxpr: The closed jaxpr of one coordinate.
-      kinds_in: For each operand its kind, a tuple.
-      kinds_out: For each result its kind, a tuple.
-      coordinates: The shape `s` of the coordinates, a tuple.
-      partition: The `Partition`, of n groups.
-      mesh: The mesh, or None: the program runs locally.
-      name: The name of the function of one coordinate, ignored.
-
-    Returns:
-      The list of results, in the shapes that the table has for their kinds.
     """
     layout = make_layout(partition, mesh)
     shape, kinds = tuple(coordinates), (kinds_in, kinds_out)
@@ -80,7 +86,7 @@ def execute_columns(
         )
     fn = _compat.jaxpr_as_checked_fun(prepare_for_shard_map(layout, jaxpr))
 
-    def body(*args):
+    def body(*args) -> list[Array]:
         *args, first = args
         device = first[0] // layout.per_device
         return _run_device(layout, fn, kinds, shape, args, device)
@@ -101,47 +107,41 @@ def execute_columns(
 
 
 def evaluate_columns(
-    *args, jaxpr, kinds_in, kinds_out, coordinates, partition, **_
-) -> list:
+    *args: Array,
+    jaxpr: ClosedJaxpr,
+    kinds_in: Kinds,
+    kinds_out: Kinds,
+    coordinates: Sequence[int],
+    partition: Partition,
+    **_: Any,
+) -> list[Array]:
     """Apply the jaxpr of one coordinate to all coordinates, where all slices are.
 
-    Args:
-      *args: The operands of `map_columns`, or tracers, each whole.
-      jaxpr: The closed jaxpr of one coordinate.
-      kinds_in: For each operand its kind: "groups", "coordinates" or "whole".
-      kinds_out: For each result its kind.
-      coordinates: The shape of the coordinates, a tuple.
-      partition: The `Partition`, of n groups.
-      **_: The further parameters of the equation, ignored.
-
-    Returns:
-      The list of results, in the shapes that `execute_columns` says.
+    It does on one device what `execute_columns` does; the operands may be tracers.
     """
     fn, local = _compat.jaxpr_as_checked_fun(jaxpr), make_layout(partition, None)
     return _run_device(local, fn, (kinds_in, kinds_out), tuple(coordinates), args)
 
 
-def by_gather_and_scatter(run, args, kinds, gather, scatter, params) -> list:
+def by_gather_and_scatter(
+    run: Callable[..., Sequence[Array]],
+    args: Sequence[Array],
+    kinds: tuple[Kinds, Kinds],
+    gather: Callable[..., GlobalArray],
+    scatter: Callable[..., PartitionedArray],
+    params: Params,
+) -> list[Array]:
     """Run a function of all groups' slices, between a gather and a scatter.
 
     It is for work that needs the slices of all groups at once. `gather` decides which
     device gets them: usually each device gets all slices, and computes everything; in a
     plan the server does.
 
-    Args:
-      run: The function. It takes and returns flat sequences of arrays: `[n, *s]`, with
-        the slices of all groups, for operands and results of the kind "groups".
-      args: The operands: partitioned values `[n, *s]`, and global values.
-      kinds: `(kinds of the operands, kinds of the results)`, a string each. Operands of
-        the kind `GROUPS` ("groups") are gathered before `run`, and results of that kind
-        are scattered after it; all others pass as they are.
-      gather: `gather(x, partition=, mesh=)`, from a partitioned value to the same
-        slices as a global one.
-      scatter: Its inverse, `scatter(y, partition=, mesh=)`.
-      params: The keywords of both, a dict with `partition` and `mesh`.
-
-    Returns:
-      The list of results.
+    `kinds` are those of the operands and those of the results. Operands of the kind
+    `GROUPS` are gathered before `run`, which takes and returns flat sequences with `[n,
+    *s]` for this kind; results of it are scattered after it. All others pass as they
+    are. `params` are the keywords of `gather` and of `scatter`, its inverse:
+    `partition` and `mesh`.
     """
     pairs = zip(args, kinds[0], strict=True)
     outs = run(*[gather(x, **params) if k == GROUPS else x for x, k in pairs])
@@ -149,7 +149,14 @@ def by_gather_and_scatter(run, args, kinds, gather, scatter, params) -> list:
     return [scatter(y, **params) if k == GROUPS else y for y, k in pairs]
 
 
-def _run_device(layout: Layout, fn, kinds, coordinates, args, device=0) -> list:
+def _run_device(
+    layout: Layout,
+    fn: Callable[..., Sequence[Array]],
+    kinds: tuple[Kinds, Kinds],
+    coordinates: tuple[int, ...],
+    args: Sequence[Array],
+    device: Array | int = 0,
+) -> list[Array]:
     """Run a function of one coordinate for a device's share of the coordinates.
 
     It is called in the code of one device: inside a `shard_map` over the partition's
@@ -158,21 +165,10 @@ def _run_device(layout: Layout, fn, kinds, coordinates, args, device=0) -> list:
     groups' elements for d / m of the coordinates, the last ones perhaps padding. It
     runs the function on these, and collectives return the results for all coordinates.
 
-    Args:
-      layout: The layout: m devices with k slots (places for one group) each. m is 1 if
-        the program runs locally.
-      fn: The function of one coordinate: it takes and returns flat sequences of arrays.
-      kinds: `(kinds of the operands, kinds of the results)`, tuples of "groups",
-        "coordinates" or "whole".
-      coordinates: The shape `s` of all coordinates, a tuple.
-      args: The operands that the device has: `[k, *s, *t]` of the kind "groups",
-        `[*s, *t]` of "coordinates", `[*t]` of "whole".
-      device: The index of the device along the partition's axes, int32 `[]`.
-
-    Returns:
-      The list of results: `[k, *s, *t]` of the kind "groups", for the groups of the
-      device; `[*s, *t]` of "coordinates"; `[*t]`, the sum over all coordinates, of
-      "whole".
+    Operands and results are those of one device: `[k, *s, *t]` of the kind "groups",
+    and as in `execute_columns` of the others. `kinds` are those of the operands and
+    those of the results; `device` is the device's index along the partition's axes,
+    int32 `[]`.
     """
     d = math.prod(coordinates)
     chunk = -(-d // layout.devices)
@@ -207,25 +203,23 @@ def _run_device(layout: Layout, fn, kinds, coordinates, args, device=0) -> list:
     ]
 
 
-def _own_columns(layout: Layout, x, kind: str, coordinates, chunk: int, device):
+def _own_columns(
+    layout: Layout,
+    x: Array,
+    kind: str,
+    coordinates: tuple[int, ...],
+    chunk: int,
+    device: Array | int,
+) -> Array:
     """Return the part of an operand for a device's share of the coordinates.
 
-    It is called in the code of one device. The d coordinates are in their flat order;
-    device j gets the `chunk` ones from `j * chunk` on. Coordinates beyond d are
-    padding, which holds copies of the first coordinate.
+    It is called in the code of one device, with the operand that the device has. The d
+    coordinates are in their flat order; device j gets the `chunk` ones (d / m, rounded
+    up) from `j * chunk` on. Coordinates beyond d are padding, which holds copies of the
+    first coordinate.
 
-    Args:
-      layout: The layout: m devices with k slots (places for one group) each.
-      x: The operand: `[k, *s, *t]` of the kind "groups", `[*s, *t]` of "coordinates",
-        `[*t]` of "whole".
-      kind: Its kind.
-      coordinates: The shape `s` of the coordinates, a tuple of product d.
-      chunk: The number of coordinates of a device, d / m rounded up.
-      device: The index of the device along the partition's axes, int32 `[]`.
-
-    Returns:
-      For "groups" `[n, chunk, *t]`, the elements of all n groups, by an all-to-all; for
-      "coordinates" `[chunk, *t]`; for "whole" `x` itself.
+    The result is `[n, chunk, *t]` for "groups", the elements of all n groups, by an
+    all-to-all; `[chunk, *t]` for "coordinates"; and `x` itself for "whole".
     """
     if kind == WHOLE:
         return x
@@ -249,16 +243,11 @@ def _own_columns(layout: Layout, x, kind: str, coordinates, chunk: int, device):
     return jnp.zeros((layout.partition.size, chunk, *t), x.dtype)
 
 
-def _sum_coordinates(x, real):
-    """Sum the results of a device's coordinates; 16-bit floats are added in float32.
+def _sum_coordinates(x: Array, real: Array | None) -> Array:
+    """Sum the results `[chunk, *t]` of a device's coordinates, in their dtype.
 
-    Args:
-      x: The results, `[chunk, *t]`, one for each coordinate of the device.
-      real: For each coordinate False if it is padding, bool `[chunk]`, to leave it out;
-        None: none is padding.
-
-    Returns:
-      The sum, `[*t]`, in the dtype of `x`.
+    16-bit floats are added in float32. `real`, bool `[chunk]`, is False for padding,
+    which is left out; None if there is none.
     """
     if real is not None:
         mask = lax.broadcast_in_dim(real, x.shape, (0,))
@@ -266,22 +255,14 @@ def _sum_coordinates(x, real):
     return jnp.sum(x, axis=0, dtype=accumulator(x.dtype)).astype(x.dtype)
 
 
-def _all_columns(layout: Layout, y, kind: str, coordinates):
+def _all_columns(
+    layout: Layout, y: Array, kind: str, coordinates: tuple[int, ...]
+) -> Array:
     """Collect a result of the devices' shares of the coordinates into all coordinates.
 
-    It is the inverse of `_own_columns`: an all-to-all for "groups", an all-gather for
-    "coordinates". Padding of the coordinates is cut off.
-
-    Args:
-      layout: The layout: m devices with k slots (places for one group) each.
-      y: The result for this device's share: `[n, chunk, *t]` of the kind "groups",
-        `[chunk, *t]` of "coordinates".
-      kind: Its kind, one of these two.
-      coordinates: The shape `s` of all coordinates, a tuple.
-
-    Returns:
-      For "groups" `[k, *s, *t]`, the slices of this device's slots, zeros in padded
-      ones; for "coordinates" `[*s, *t]`, the same on all devices.
+    It is the inverse of `_own_columns`, for "groups" and "coordinates": an all-to-all
+    to `[k, *s, *t]`, with zeros in padded slots; and an all-gather to `[*s, *t]`, the
+    same on all devices. Padding of the coordinates is cut off.
     """
     axis, k = (1, layout.per_device) if kind == GROUPS else (0, 0)
     d, t = math.prod(coordinates), y.shape[axis + 1 :]

@@ -4,31 +4,50 @@ Input: a primitive, and its execution function `fn(*args, **params)`, which is t
 and has the mesh as a parameter. Output: entries in JAX's registries; and, for the
 derivative rules of higher-order primitives, helpers on tangents and residuals.
 
+All rules of a primitive take its parameters as keywords, and may ignore some of them.
+`drjax/primitives.py` says what operands, results and parameters are. Of these rules
+xs are the operands, and ys the results: a sequence, but one result stands alone.
+
+    execute(*xs, **params)                      ys, by traceable code
+    abstract_eval(*avals, **params)             the types of ys, from those of xs
+    jvp(primals, tangents, **params)            (ys, the tangents of ys)
+    transpose(cts, *xs, **params)               for each x in a list: its cotangent if
+                                                the equation is linear in it, else None
+    batch([axis_data,] xs, dims, **params)      (ys, dims of ys)
+    lowering_rule(ctx, *values, **params)       the list of MLIR values of ys
+
+In `transpose`, cts are the cotangents of ys, and an x is an `UndefinedPrimal` if the
+equation is linear in it. In `batch`, a batched x has one more dimension, of which dims
+has the position, None for an x without one. The rules of linearization, of partial
+evaluation and of dead-code elimination are described in `_compat/rule_registries.py`.
+
 Invariants: eager and staged calls run the same function; a batch dimension never stands
 before the group axis of a partitioned operand.
 Sharp edges: JAX's registries are global, so a rule is registered once, on import.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
 from drjax import _compat
+from drjax._compat import Zero
+from drjax._compat.types import Array, Aval, ClosedJaxpr, Flags
 from drjax._primitives.dispatch_cache import cache_by_params
+
+Tangent: TypeAlias = Array | Zero  # or a cotangent; Zero is a symbolic zero
+Residuals: TypeAlias = tuple[Sequence[Array], Sequence[Array]]  # flat, structured
+# Of the slots (places for one group) of a device, in its code: int32 [k], the group
+# index of each, n or more for padding; None if no slot is padding.
+SlotIndices: TypeAlias = Array | None
+AxisData: TypeAlias = Any  # JAX's, of a vmap: the size and the name of its axis
 
 
 def new_primitive(name: str, multiple_results: bool = False) -> Primitive:
-    """Make a JAX primitive without any rules, whose printed name is `drjax_<name>`.
-
-    Args:
-      name: The name without the prefix, such as "broadcast".
-      multiple_results: Whether `bind` returns a list of results, not one result.
-
-    Returns:
-      The `jax.extend.core.Primitive`.
-    """
+    """Make a JAX primitive without any rules, whose printed name is `drjax_<name>`."""
     primitive = Primitive(f"drjax_{name}")
     primitive.multiple_results = multiple_results
     # High-level types in its jaxprs are lowered when these run, in that context.
@@ -43,21 +62,13 @@ def register_execution(
 
     Eager calls go through one jitted function for each set of parameters, so that a
     second call with the same shapes compiles nothing. Under `jax.disable_jit` the
-    function is called directly. Parameters with the value None are left out of printed
-    equations.
-
-    Args:
-      primitive: The primitive.
-      fn: Its execution function, `fn(*args, **params)`, from operands and parameters of
-        an equation to the result, or to a sequence of results if the primitive has
-        `multiple_results`.
-      lowering_rule: `lowering_rule(ctx, *values, **params)`, from the MLIR values of
-        the operands to the list of MLIR values of the results. None: `fn` is lowered.
+    function is called directly. If `lowering_rule` is None, `fn` is lowered. Parameters
+    with the value None are left out of printed equations.
     """
 
     @cache_by_params
-    def compiled(**params):
-        def run(*args):  # fn itself, in which jit finds a concrete mesh
+    def compiled(**params: Any) -> Callable:
+        def run(*args: Array) -> Any:  # fn itself, in which jit finds a concrete mesh
             if _compat.finds_nans(args) and jax.sharding.get_abstract_mesh().empty:
                 # Loops step by step, so that the equation is found.
                 with jax.disable_jit():
@@ -67,7 +78,7 @@ def register_execution(
         run.__name__ = primitive.name
         return jax.jit(run)
 
-    def impl(*args, **params):
+    def impl(*args: Array, **params: Any) -> Any:
         if _compat.disable_jit():
             return fn(*args, **params)
         return compiled(**params)(*args)
@@ -81,18 +92,12 @@ def register_execution(
     _compat.register_printing(primitive, lambda key, value: value is None)
 
 
-def group_axis_first(x, dim: int):
+def group_axis_first(x: Array, dim: int) -> tuple[Array, int]:
     """Move the group axis of a batch of partitioned values to axis 0.
 
-    Args:
-      x: The batch: a partitioned value `[n, *s]` with one more dimension, of size b, at
-        the position `dim`.
-      dim: The position of the batch dimension. If it is 0, the group axis is axis 1,
-        and the two change places; else the group axis is first, and `x` stays as it is.
-
-    Returns:
-      `(x, dim)`: the batch with the group axis first, and the new position of its batch
-      dimension, at least 1.
+    `x` is `[n, *s]` with the batch dimension inserted at `dim`. If that is 0, it
+    changes places with the group axis, which is axis 1; else `x` stays as it is.
+    Returns the array and the position of its batch dimension, at least 1.
     """
     return (x, dim) if dim != 0 else (_compat.moveaxis(x, 0, 1), 1)
 
@@ -103,17 +108,15 @@ def register_batching(
     """Register the batching rule of a primitive with one operand and one result.
 
     The rule binds the primitive once for the whole batch. The primitive may add or
-    remove the group axis, axis 0, before the batch dimension. So if the operand has its
-    batch dimension at d, the result has it at d + `out_shift`.
-
-    Args:
-      primitive: The primitive.
-      out_shift: 1 if the primitive adds the group axis, -1 if it removes it, else 0.
-      group_axis_in: Whether the operand has a group axis. If so, and its batch
-        dimension is 0, the rule moves the group axis before it first.
+    remove the group axis, axis 0, before the batch dimension: `out_shift` is 1 if it
+    adds it, -1 if it removes it, else 0. So if the operand has its batch dimension at
+    d, the result has it at d + `out_shift`. An operand with a group axis
+    (`group_axis_in`) gets it to axis 0 first.
     """
 
-    def rule(args, dims, **params):
+    def rule(
+        args: Sequence[Array], dims: Sequence[int], **params: Any
+    ) -> tuple[Array, int]:
         x, dim = (
             group_axis_first(args[0], dims[0]) if group_axis_in else (args[0], dims[0])
         )
@@ -122,34 +125,28 @@ def register_batching(
     batching.primitive_batchers[primitive] = rule
 
 
-def linearize_saving_residuals(bind: Callable, jaxpr, primals, split):
+def linearize_saving_residuals(
+    bind: Callable[[ClosedJaxpr, Sequence[Array]], list[Array]],
+    jaxpr: ClosedJaxpr,
+    primals: Sequence[Array],
+    split: tuple[ClosedJaxpr, int, Flags, Sequence[int | None], ClosedJaxpr],
+) -> tuple[list[Array], Flags, Residuals, ClosedJaxpr]:
     """Linearize a higher-order primitive, and save the residuals of its primal part.
 
     Residuals are the values of the forward computation that the linear part needs. JAX
     has two sorts: flat ones are arrays; structured ones, from JAX 0.11 on, are the
     leaves of pytrees that some linearization rules return.
 
-    Args:
-      bind: `bind(jaxpr, operands)` applies a jaxpr, and returns the list of results. It
-        is called once, for the primal jaxpr.
-      jaxpr: The closed jaxpr to linearize.
-      primals: Its operands, a sequence of arrays.
-      split: The result of `_compat.linearize_jaxpr(jaxpr, ...)`, a tuple of five: the
-        primal jaxpr, which returns the results of `jaxpr`, and then residuals; how many
-        of these residuals are flat; for each result whether its tangent is nonzero; for
-        each flat residual the position of the operand that it is, or None if the primal
-        jaxpr returns it; and the tangent jaxpr.
+    `bind(jaxpr, operands)` applies a jaxpr; it is called once, for the primal jaxpr.
+    `split` is what `_compat.linearize_jaxpr(jaxpr, ...)` returns: the primal jaxpr,
+    whose results are those of `jaxpr` and then residuals; how many of these are flat;
+    for each result of `jaxpr` whether its tangent is nonzero; for each flat residual
+    the position of the primal that it is, None if the primal jaxpr returns it; and the
+    tangent jaxpr.
 
-    Returns:
-      `(results, nonzeros_out, residuals, tangent)`:
-
-      * `results`: The list of results of `jaxpr`.
-      * `nonzeros_out`: For each of them whether its tangent is nonzero.
-      * `residuals`: `(flat residuals, structured residuals)`, two lists of arrays. A
-        flat residual that is an operand is that operand, not a copy.
-      * `tangent`: The tangent jaxpr of `split`, which is linear. It takes the operands
-        that `linear_operands(residuals, tangents)` lists, for the nonzero tangents of
-        `primals`; it returns the nonzero tangents of the results.
+    Returns the results of `jaxpr`, the flags of their tangents, the residuals, and the
+    tangent jaxpr. That one is linear: it takes `linear_operands(residuals, tangents)`,
+    for the nonzero tangents of `primals`, and returns the nonzero tangents of results.
     """
     primal, n_flat, nonzeros_out, forwarded, tangent = split
     outs = bind(primal, primals)
@@ -160,46 +157,28 @@ def linearize_saving_residuals(bind: Callable, jaxpr, primals, split):
     return outs[:n], nonzeros_out, (flat, outs[n + n_flat :]), tangent
 
 
-def linear_operands(residuals, tangents) -> list:
+def linear_operands(residuals: Residuals, tangents: Iterable[Array]) -> list[Array]:
     """List the operands of the linear jaxpr that `linearize_saving_residuals` returns.
 
-    Args:
-      residuals: A pair of lists, the flat and the structured residuals, which
-        `linearize_saving_residuals` returns. The second list is empty before JAX 0.11.
-      tangents: The nonzero tangents of the primals, arrays.
-
-    Returns:
-      A list in the order that JAX needs: flat residuals, tangents, structured
-      residuals.
+    The order is JAX's: flat residuals, the nonzero tangents of the primals, structured
+    residuals.
     """
     flat, structured = residuals
     return [*flat, *tangents, *structured]
 
 
-def instantiate_nonzeros(tangents, nonzeros) -> list:
-    """Select the tangents marked in `nonzeros`, as arrays: symbolic zeros become zeros.
-
-    Args:
-      tangents: The tangents of all primals, arrays or symbolic zeros.
-      nonzeros: For each tangent whether to return it, a sequence of bools.
-
-    Returns:
-      The list of these tangents, in order.
-    """
+def instantiate_nonzeros(tangents: Sequence[Tangent], nonzeros: Flags) -> list[Array]:
+    """Select the tangents marked in `nonzeros`, with arrays for symbolic zeros."""
     pairs = zip(tangents, nonzeros, strict=True)
     return [ad.instantiate_zeros(t) for t, nonzero in pairs if nonzero]
 
 
-def fill_zeros(avals, nonzeros, values) -> list:
+def fill_zeros(
+    avals: Sequence[Aval], nonzeros: Flags, values: Iterable[Array]
+) -> list[Tangent]:
     """List the tangents of all results: nonzero ones, and symbolic zeros for the rest.
 
-    Args:
-      avals: Types of all results.
-      nonzeros: For each result whether its tangent is nonzero, a sequence of bools.
-      values: The nonzero tangents, arrays, in order.
-
-    Returns:
-      The list of tangents, one for each result: an array or a symbolic zero.
+    `values` are the nonzero tangents, in order; `avals` are the types of all results.
     """
     values = iter(values)
     return [
@@ -208,24 +187,22 @@ def fill_zeros(avals, nonzeros, values) -> list:
     ]
 
 
-def backward_function(jaxpr, linear: Sequence[bool], nonzero: Sequence[bool]):
+def backward_function(
+    jaxpr: ClosedJaxpr, linear: Flags, nonzero: Flags
+) -> tuple[Callable[..., list[Array]], list[bool]]:
     """Make the function that computes the cotangents of a jaxpr's linear inputs.
 
-    Args:
-      jaxpr: The closed jaxpr.
-      linear: For each input whether the jaxpr is linear in it; the other inputs are
-        residuals, values that the linear computation reads.
-      nonzero: For each result whether its cotangent is not a symbolic zero.
+    `linear` says for each input whether the jaxpr is linear in it; the others are
+    residuals. `nonzero` says for each result whether its cotangent is no symbolic zero.
 
-    Returns:
-      `(fn, nonzero_in)`. `fn(*residuals, *cotangents)` takes the residuals, and the
-      nonzero cotangents of results, and returns the list of nonzero cotangents of
-      linear inputs. `nonzero_in` is a list that is empty now; each call of `fn` sets it
-      to one bool for each linear input: whether its cotangent is nonzero.
+    Returns `(fn, nonzero_in)`. `fn(*residuals, *cotangents)` takes the nonzero
+    cotangents of results, and returns the list of nonzero cotangents of linear inputs.
+    `nonzero_in` is empty now; each call of `fn` sets it to one bool for each linear
+    input: whether its cotangent is nonzero.
     """
     nonzero_in: list[bool] = []
 
-    def transposed(*residuals_and_cts):
+    def transposed(*residuals_and_cts: Array) -> list:
         values = iter(residuals_and_cts)
         args = [
             _compat.UndefinedPrimal(aval) if lin else next(values)
