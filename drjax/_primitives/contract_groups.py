@@ -28,7 +28,7 @@ jaxpr with effects, or with equations that hold jaxprs (but `jit`), has no such 
 """
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -36,6 +36,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from drjax import _compat
+from drjax._compat.types import Array, Atom, ClosedJaxpr, Eqn, Var
 from drjax._jaxprs import walk
 from drjax._primitives.rbg_per_group import draw_per_key_p
 from drjax._sharding.eval_on_mesh import (
@@ -63,20 +64,18 @@ class GroupSums:
     no other use. It also finds the variables from which their sums are computed. A call
     computes these variables for each group by a vmap, and from them the sums.
 
-    Args:
-      jaxpr: The closed jaxpr of one group, without constants.
+    The jaxpr has no constants.
 
     Attributes:
-      indices: The positions of the results to sum in this way, a list of ints. It is
-        empty unless the jaxpr is straight-line code: the compiler's common
-        subexpression elimination merges what the map and the sums both compute, but it
-        does not merge loops.
+      indices: The positions of the results to sum in this way. It is empty unless the
+        jaxpr is straight-line code: the compiler's common subexpression elimination
+        merges what the map and the sums both compute, but it does not merge loops.
       per_group: The variables of the jaxpr that are computed for each group.
-      used: For each input of the jaxpr, in order, whether a call takes it: a list of
-        bools. The attribute exists only if `indices` is not empty.
+      used: For each input of the jaxpr, in order, whether a call takes it. It exists
+        only if `indices` is not empty.
     """
 
-    def __init__(self, jaxpr):
+    def __init__(self, jaxpr: ClosedJaxpr) -> None:
         raw = _compat.open_jaxpr(jaxpr)
         self._definitions = walk.definitions(raw.eqns)
         uses = collections.Counter(
@@ -99,21 +98,17 @@ class GroupSums:
         if self.indices:
             self._live, self.used = _compat.select_outputs(jaxpr, self.per_group)
 
-    def _linear_equation(self, atom) -> Any:
-        """Return the equation of a variable, if a sum over groups can pass through it.
+    def _linear_equation(self, atom: Any) -> Eqn | None:
+        """Return the equation of an atom, if a sum over groups can pass through it.
 
         There are two sorts of such equations. The sum over groups of an addition,
         subtraction, negation, transpose, reshape, squeeze or `broadcast_in_dim` is the
         same equation of the sums of its operands. That of a `dot_general` or
         `reduce_sum` is one such equation over the slices of all groups.
 
-        Args:
-          atom: A variable or a literal of the per-group jaxpr.
-
-        Returns:
-          The equation that computes `atom`. None if `atom` is a literal or an input of
-          the jaxpr, has more than one use, is not float32, or is computed by any other
-          primitive: then its sum needs its value in each group.
+        None if the atom is a literal or an input of the jaxpr, has more than one use,
+        is not float32, or is computed by any other primitive: then its sum needs its
+        value in each group.
         """
         if isinstance(atom, Literal) or atom not in self._used_once:
             return None
@@ -123,21 +118,16 @@ class GroupSums:
         through = eqn.primitive in _CONTRACTED or eqn.primitive.name in _THROUGH
         return eqn if through else None
 
-    def _plan(self, atom) -> tuple[bool, list]:
-        """Find the variables from which the sum of `atom` over groups is computed.
+    def _plan(self, atom: Atom) -> tuple[bool, list[Var]]:
+        """Find the variables from which the sum of an atom over groups is computed.
 
-        It walks back from `atom` through linear equations, which `_linear_equation`
+        It walks back from the atom through linear equations, which `_linear_equation`
         returns. A walk ends at the operands of a `dot_general` or `reduce_sum`, and at
         a variable for which there is no such equation.
 
-        Args:
-          atom: A variable or a literal of the per-group jaxpr.
-
-        Returns:
-          `(merges, variables)`. `merges` is a bool: whether the walk has met a
-          `dot_general` or `reduce_sum`, which can sum over the groups, too; if not,
-          nothing is saved over a plain sum over the group axis. `variables` is the list
-          of the jaxpr's variables to compute for each group; it may have duplicates.
+        Returns whether the walk has met a `dot_general` or `reduce_sum`, which can sum
+        over the groups, too (if not, nothing is saved over a plain sum over the group
+        axis); and the variables to compute for each group, perhaps with duplicates.
         """
         eqn = self._linear_equation(atom)
         if eqn is None:
@@ -147,34 +137,31 @@ class GroupSums:
         parts = [self._plan(v) for v in eqn.invars]
         return any(c for c, _ in parts), [v for _, needs in parts for v in needs]
 
-    def __call__(self, count: int, vmap_over_groups: Callable, operands) -> list:
-        """Compute the sums of the results in `indices` over the groups of a device.
+    def __call__(
+        self,
+        count: int,
+        vmap_over_groups: Callable[[Callable], Callable],
+        operands: Sequence[Array],
+    ) -> list[Array]:
+        """Compute the sums of the results in `indices` over the groups, `[*s]` each.
 
-        It may be called only if `indices` is not empty.
-
-        Args:
-          count: The number of groups.
-          vmap_over_groups: From a function of one group, which takes and returns flat
-            sequences of arrays `[*s]`, to the function of all `count` groups, which
-            takes `operands` and returns arrays `[count, *s]`.
-          operands: The inputs of the jaxpr that are marked in `used`, in order, each as
-            the function of all groups takes it: `[count, *s]`, or `[*s]` if the groups
-            share it.
-
-        Returns:
-          The list of sums, `[*s]` each: one for each position in `indices`, in order.
+        It may be called only if `indices` is not empty. `vmap_over_groups` makes of a
+        function of one group, which takes and returns flat sequences of arrays `[*s]`,
+        the function of all groups, which takes `operands` and returns arrays `[count,
+        *s]`. `operands` are the inputs of the jaxpr that are marked in `used`: `[count,
+        *s]`, or `[*s]` if the groups share it.
         """
         run = lambda *inputs: evaluate_on_mesh(self._live, inputs)
         return self.of_stacks(count, vmap_over_groups(run)(*operands))
 
-    def of_stacks(self, count: int, stacks) -> list:
+    def of_stacks(self, count: int, stacks: Sequence[Array]) -> list[Array]:
         """Compute the sums from the values of the variables in `per_group`.
 
         `stacks` are those of all groups of a device, `[count, *s]`.
         """
         known = dict(zip(self.per_group, stacks, strict=True))
 
-        def slices_of(atom):
+        def slices_of(atom: Atom) -> Array:
             if not isinstance(atom, Literal):
                 return known[atom]
             # A literal is the same for each group: S(literal) = count * literal.
@@ -182,7 +169,7 @@ class GroupSums:
             value = jnp.asarray(atom.val, aval.dtype)
             return jnp.broadcast_to(value, (count, *aval.shape))
 
-        def total(atom):
+        def total(atom: Atom) -> Array:
             eqn = self._linear_equation(atom)
             if eqn is None:
                 return jnp.sum(slices_of(atom), axis=0)
@@ -199,7 +186,7 @@ class GroupSums:
 group_sums = _compat.weakref_lru_cache(GroupSums)
 
 
-def _is_plain(eqn) -> bool:
+def _is_plain(eqn: Eqn) -> bool:
     """Whether an equation is straight-line code: no loop or branch, no call but `jit`.
 
     The body of a `jit` has to be straight-line code, too. An equation of
@@ -213,21 +200,13 @@ def _is_plain(eqn) -> bool:
     return not _compat.jaxprs_in(eqn.params)
 
 
-def _contract(eqn, a, b=None):
+def _contract(eqn: Eqn, a: Array, b: Array | None = None) -> Array:
     """Sum the result of a `dot_general` or a `reduce_sum` equation over the groups.
 
     The group axis becomes one more contracting dimension of the product, or one more
-    axis of the sum, so that the results of the groups are never stored.
-
-    Args:
-      eqn: The equation of one group, of `lax.dot_general_p` or `lax.reduce_sum_p`,
-        whose parameters are for one group's shapes.
-      a: The value of its first operand for all groups, `[count, *s]`.
-      b: The value of the second operand of a `dot_general`, `[count, *t]`; None for a
-        `reduce_sum`.
-
-    Returns:
-      The sum, in the shape of one group's result.
+    axis of the sum, so that the results of the groups are never stored. `eqn` is that
+    of one group, and the sum has the shape of its result. The operands are `[count,
+    *s]`, of all groups; `b` is None for a `reduce_sum`.
     """
     shift = lambda dims: tuple(d + 1 for d in dims)
     if b is None:

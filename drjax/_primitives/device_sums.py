@@ -23,14 +23,17 @@ not the partition's. JAX 0.12 lowers no reduce-scatter where such an axis is Exp
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from drjax import _compat
+from drjax._compat.types import Array
 from drjax._sharding.execute import on_own_shards, vary
 from drjax._sharding.layout import Layout
 from drjax.plan import Wire
@@ -39,7 +42,7 @@ LOW_PRECISION = (jnp.bfloat16, jnp.float16)
 _TPU_TILE = 1024  # of a vector of bytes
 
 
-def accumulator(dtype):
+def accumulator(dtype: DTypeLike) -> DTypeLike:
     """Return the dtype in which a device adds up values of a dtype.
 
     It is float32 for 16-bit floats, else `dtype` itself.
@@ -47,25 +50,20 @@ def accumulator(dtype):
     return jnp.float32 if dtype in LOW_PRECISION else dtype
 
 
-def psum(layout: Layout, *xs):
+def psum(layout: Layout, *xs: Array) -> Sequence[Array]:
     """Sum each of several values over the partition's devices, in one `lax.psum`.
 
     It is called inside a `shard_map` over the partition's axes; on a layout without
     axes (no mesh), the values are returned as they are.
-
-    Args:
-      layout: The layout of the partition.
-      *xs: The device's values: arrays of any shapes and dtypes.
-
-    Returns:
-      A sequence with the sum of each value, in its shape and dtype, on all devices.
     """
     if not layout.axes:
         return xs
     return sum_over_devices(layout, lambda *xs: lax.psum(xs, layout.axes), *xs)
 
 
-def sum_over_devices(layout: Layout, collective: Callable, *xs):
+def sum_over_devices(
+    layout: Layout, collective: Callable[..., tuple[Array, ...]], *xs
+) -> tuple[Array, ...]:
     """Run a collective that sums over the partition's devices.
 
     XLA's CPU compiler promotes an all-reduce of bfloat16 to float32. If the mesh has
@@ -74,22 +72,15 @@ def sum_over_devices(layout: Layout, collective: Callable, *xs):
     bfloat16 values to float32 before the collective, and the sums back after it. The
     bytes on the network and the sums are those of the compiler's promotion.
 
-    Args:
-      layout: The layout of the partition, which has mesh axes.
-      collective: `collective(*xs)`, such as a psum, returns a tuple with one result for
-        each value. It is called with the values, cast to vary over the partition's
-        axes.
-      *xs: The device's values: arrays of any shapes and dtypes.
-
-    Returns:
-      The tuple of results, each in the dtype of its value.
+    `collective(*xs)`, such as a psum, gets the device's values, cast to vary over the
+    partition's axes, and returns a result for each. The layout has mesh axes.
     """
     # With VMA checking, collectives take values that vary over all of their axes.
     xs = [vary(x, layout.axes) for x in xs]
     if not layout.partly_manual or all(x.dtype != jnp.bfloat16 for x in xs):
         return collective(*xs)
 
-    def promoted(*xs):
+    def promoted(*xs: Array) -> tuple[Array, ...]:
         wide = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in xs]
         sums = collective(*wide)
         return tuple(y.astype(x.dtype) for x, y in zip(xs, sums, strict=True))
@@ -98,21 +89,13 @@ def sum_over_devices(layout: Layout, collective: Callable, *xs):
     return lax.platform_dependent(*xs, cpu=promoted, default=collective)
 
 
-def reduce_scatter(layout: Layout, x, axis: int = 0):
+def reduce_scatter(layout: Layout, x: Array, axis: int = 0) -> Array:
     """Sum a value over the partition's devices; each device keeps its part of the sum.
 
-    It is called inside a `shard_map` over the partition's axes, on m devices. JAX 0.12
+    It is called inside a `shard_map` over the partition's axes, on m devices; device j
+    gets the j-th of m equal parts along `axis`, whose size is a multiple of m. JAX 0.12
     does not lower `psum_scatter` if the mesh has another axis that is Explicit; then it
     is an all-to-all, and a sum on each device.
-
-    Args:
-      layout: The layout of the partition, which has mesh axes.
-      x: The device's value; the size of `axis` is a multiple of m.
-      axis: The axis along which the sum is divided into m equal parts.
-
-    Returns:
-      The j-th part of the sum on device j, in the dtype of `x`: an array like `x`, with
-      an m-th of its size along `axis`.
     """
     if not layout.other_explicit_axes:
         scatter = lambda x: (
@@ -125,19 +108,16 @@ def reduce_scatter(layout: Layout, x, axis: int = 0):
     return jnp.sum(parts, axis=axis, dtype=accumulator(x.dtype)).astype(x.dtype)
 
 
-def scattered_axis(layout: Layout, shape: Sequence[Any], spec=()) -> int | None:
+def scattered_axis(
+    layout: Layout, shape: Sequence[Any], spec: Iterable = ()
+) -> int | None:
     """Find the axis along which a `result="sharded"` is divided over the devices.
 
-    Args:
-      layout: The layout of the partition.
-      shape: The shape of the result; symbolic sizes are not divided.
-      spec: The leading entries of its `PartitionSpec`. An axis whose entry is not None
-        is sharded over an Explicit mesh axis already.
-
-    Returns:
-      The first axis that no Explicit mesh axis shards, and whose size is positive and a
-      multiple of the number of devices. None if there is no such axis, or if the layout
-      is not sharded: then each device has the whole result.
+    It is the first axis of `shape` whose size is positive, a multiple of the number of
+    devices and not symbolic, and whose entry in `spec`, the leading entries of a
+    `PartitionSpec`, is None: else an Explicit mesh axis shards it already. None if
+    there is no such axis, or if the layout is not sharded: each device has the whole
+    result.
     """
     if not layout.sharded:
         return None
@@ -151,30 +131,21 @@ def scattered_axis(layout: Layout, shape: Sequence[Any], spec=()) -> int | None:
 
 def add_devices(
     layout: Layout,
-    xs: Sequence[Any],
+    xs: Sequence[Array],
     wires: Sequence[Wire | None],
     axes: Sequence[int | None],
-) -> list[Any]:
+) -> list[Array]:
     """Sum each of several values over the partition's devices, each in its own way.
 
     On several devices, all values that are neither encoded nor divided share one
-    all-reduce. Values with equal `Wire`s are encoded together: they share one
+    all-reduce. Values with equal `Wire`s, floats, are encoded together: they share one
     all-to-all and one all-gather. Each other value that is divided has a
-    reduce-scatter. On one device nothing is encoded or divided.
+    reduce-scatter. On one device nothing is encoded or divided; without mesh axes, the
+    values are returned as they are.
 
-    Args:
-      layout: The layout of the partition; without mesh axes, the values are returned as
-        they are.
-      xs: The device's values, `[*s]`, in a sequence; those with a wire are floats.
-      wires: For each value the `drjax.plan.Wire`, the format in which the devices
-        exchange it, or None: they exchange its dtype.
-      axes: For each value the axis along which its sum is divided over the devices, or
-        None: each device gets the whole sum.
-
-    Returns:
-      The list of sums, each in the dtype of its value: `[*s]`, or with an axis this
-      device's part, an m-th along that axis on m devices. Encoded values are added in
-      float32, also float64 ones.
+    `axes` has for each value `[*s]` the axis along which its sum is divided, so that
+    this device gets an m-th of it; or None for the whole sum. A sum has the dtype of
+    its value; encoded values are added in float32, also float64 ones.
     """
     results = list(xs)
     if not layout.axes:
@@ -200,23 +171,15 @@ def add_devices(
     return results
 
 
-def _add_encoded(layout: Layout, wire: Wire, axes: list, xs: list) -> list:
+def _add_encoded(
+    layout: Layout, wire: Wire, axes: list, xs: list[Array]
+) -> list[Array]:
     """Sum floats over the devices: encoded, in one all-to-all and one all-gather.
 
     The all-to-all gives device j the j-th part of each device's values, which it adds
     in float32. The all-gather, of sums that are encoded again, is for the values that
-    each device needs whole; without such values there is none.
-
-    Args:
-      layout: The layout of the partition, which has mesh axes, with m devices.
-      wire: The format of the encoded numbers, a `drjax.plan.Wire`.
-      axes: For each value the axis along which its sum is divided over the devices, or
-        None: each device gets the whole sum.
-      xs: The device's values, `[*s]`.
-
-    Returns:
-      The list of sums, each in the dtype of its value: `[*s]`, or this device's part
-      along the axis.
+    each device needs whole; without such values there is none. Axes and sums are those
+    of `add_devices`.
     """
     m = layout.devices
     # Part j of each `[m, c]` has the numbers that device j adds up.
@@ -239,7 +202,7 @@ def _add_encoded(layout: Layout, wire: Wire, axes: list, xs: list) -> list:
     ]
 
 
-def _all_gather_bytes(layout: Layout, x):
+def _all_gather_bytes(layout: Layout, x: Array) -> Array:
     """All-gather bytes: from uint8 `[k]` on each of m devices to `[m, k]` on all.
 
     XLA makes an all-reduce, of twice the traffic, of an all-gather whose parts are no
@@ -256,28 +219,17 @@ def _all_gather_bytes(layout: Layout, x):
     return lax.platform_dependent(x, tpu=in_tiles, default=gather)
 
 
-def _split(x, sizes: Sequence[int]) -> list:
-    """Split an array along its last axis into consecutive pieces of the given sizes.
-
-    The sizes add up to that of the axis. Return the list of pieces.
-    """
+def _split(x: Array, sizes: Sequence[int]) -> list[Array]:
+    """Split an array along its last axis into consecutive pieces of these sizes."""
     return jnp.split(x, list(itertools.accumulate(sizes))[:-1], axis=-1)
 
 
-def _divide(x, axis: int | None, m: int, wire: Wire):
+def _divide(x: Array, axis: int | None, m: int, wire: Wire) -> Array:
     """Cut a value into m parts, of which device j of m will add up the j-th.
 
-    Each part is flat, and padded with zeros to a whole number of the encoding's blocks.
-
-    Args:
-      x: The value, `[*s]`.
-      axis: The axis that is cut into m equal parts; its size is a multiple of m. None:
-        the flattened value is cut.
-      m: The number of devices.
-      wire: The format of the encoded numbers, which has the size of a block.
-
-    Returns:
-      float32 `[m, c]`: slice j is the part that device j adds up.
+    The value `[*s]` is cut along an axis, whose size is a multiple of m; None: it is
+    flattened, and cut. The result is float32 `[m, c]`: each part is flat, and padded
+    with zeros to a whole number of the encoding's blocks.
     """
     x = x.astype(jnp.float32)
     if axis is None:
@@ -293,20 +245,12 @@ def _whole_blocks(count: int, wire: Wire) -> int:
     return -(-count // wire.block) * wire.block
 
 
-def _undivide(sums, x, axis: int | None, m: int):
+def _undivide(sums: Array, x: Array, axis: int | None, m: int) -> Array:
     """Give the sums of a value its shape again, without padding: invert `_divide`.
 
-    Args:
-      sums: The sums, flat and padded: with an axis `[c]`, those of this device's part;
-        else `[m, c]`, those of all parts.
-      x: The value that `_divide` divided, `[*s]`, for its shape.
-      axis: The axis along which the sum stays divided over the devices; None: the sums
-        of all parts are put together.
-      m: The number of devices.
-
-    Returns:
-      float32 `[*s]`, or with an axis this device's part: `axis` has an m-th of its
-      size.
+    `x` is the value that was divided; only its shape `[*s]` is read. With an axis,
+    `sums` is `[c]`, of this device's part, and so is the result: `[*s]` but an m-th
+    along the axis. Else `sums` is `[m, c]`, and the result `[*s]`; both are float32.
     """
     if axis is None:
         return sums.reshape(-1)[: x.size].reshape(x.shape)
@@ -319,21 +263,15 @@ def _undivide(sums, x, axis: int | None, m: int):
 _LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float4_e2m1fn": 6.0}
 
 
-def encode(x, wire: Wire):
-    """Encode float32 numbers as bytes.
+def encode(x: Array | np.ndarray, wire: Wire) -> Any:
+    """Encode float32 numbers `[..., c]` as bytes, uint8 `[..., wire.nbytes(c)]`.
 
-    Blocks of `wire.block` consecutive numbers share a scale: the largest magnitude in
-    the block, divided by the largest number that is a code of `wire.dtype`. The code of
-    a number is the number divided by the scale, rounded. With bfloat16 there are no
-    scales. With other dtypes, a block that has an infinity or NaN decodes to NaNs.
-
-    Args:
-      x: float32 `[..., c]`, c a multiple of the block size.
-      wire: The format, a `drjax.plan.Wire`.
-
-    Returns:
-      uint8 `[..., wire.nbytes(c)]`: the codes of all numbers, then the float32 scales
-      of all blocks.
+    c is a multiple of the block size. Blocks of `wire.block` consecutive numbers share
+    a scale: the largest magnitude in the block, divided by the largest number that is a
+    code of `wire.dtype`. The code of a number is the number divided by the scale,
+    rounded. The bytes are the codes of all numbers, then the float32 scales of all
+    blocks. With bfloat16 there are no scales. With other dtypes, a block that has an
+    infinity or NaN decodes to NaNs.
     """
     xp = _numpy_of(x)
     if wire.dtype == "bfloat16":
@@ -357,17 +295,8 @@ def encode(x, wire: Wire):
     return xp.concatenate([codes, _bytes(scale)], axis=-1)
 
 
-def decode(x, wire: Wire):
-    """Decode bytes to float32 numbers: the inverse of `encode`, but for rounding.
-
-    Args:
-      x: uint8 `[..., wire.nbytes(c)]`: the codes of c numbers, then the float32 scales
-        of all blocks; for bfloat16 without scales.
-      wire: The format, a `drjax.plan.Wire`.
-
-    Returns:
-      float32 `[..., c]`.
-    """
+def decode(x: Array | np.ndarray, wire: Wire) -> Any:
+    """Decode bytes to float32 numbers: the inverse of `encode`, but for rounding."""
     if wire.dtype == "bfloat16":
         return _numbers(x, jnp.bfloat16).astype(jnp.float32)
     blocks = x.shape[-1] // wire.nbytes(wire.block)
@@ -381,8 +310,8 @@ def decode(x, wire: Wire):
     return numbers.reshape(*x.shape[:-1], blocks * wire.block)
 
 
-def _numpy_of(x):
-    """The module whose functions compute on `x`: `numpy` of NumPy's arrays.
+def _numpy_of(x: Array | np.ndarray) -> ModuleType:
+    """Return the module whose functions compute on `x`: `numpy` for NumPy's arrays.
 
     Engines encode arrays of the host without JAX: no device is needed, and nothing is
     compiled for each shape.
@@ -390,7 +319,7 @@ def _numpy_of(x):
     return np if isinstance(x, np.ndarray) else jnp
 
 
-def _bytes(x):
+def _bytes(x: Array | np.ndarray) -> Array | np.ndarray:
     """Return the bytes of numbers `[..., c]`, as uint8 `[..., c * itemsize]`."""
     if isinstance(x, np.ndarray):
         return np.ascontiguousarray(x).view(np.uint8)
@@ -400,7 +329,7 @@ def _bytes(x):
     return bits.reshape(*x.shape[:-1], math.prod(bits.shape[-2:]))
 
 
-def _numbers(x, dtype):
+def _numbers(x: Array | np.ndarray, dtype: DTypeLike) -> Array | np.ndarray:
     """Read bytes as numbers of a dtype: uint8 `[..., c * itemsize]` to `[..., c]`."""
     if isinstance(x, np.ndarray):
         return np.ascontiguousarray(x).view(np.dtype(dtype))
@@ -416,7 +345,7 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
-def _pack_nibbles(x):
+def _pack_nibbles(x: Array | np.ndarray) -> Array | np.ndarray:
     """Round numbers `[..., 2c]` to float4_e2m1fn, two in each byte of uint8 `[..., c]`.
 
     The first of two consecutive numbers is in the lower four bits. Compilers lack
@@ -434,7 +363,7 @@ def _pack_nibbles(x):
     return low | (high << 4)
 
 
-def _unpack_nibbles(x):
+def _unpack_nibbles(x: Array | np.ndarray) -> Array | np.ndarray:
     """Convert bytes with two float4_e2m1fn codes each to float32 numbers.
 
     It decodes what `_pack_nibbles` returns: uint8 `[..., c]` to float32 `[..., 2c]`.

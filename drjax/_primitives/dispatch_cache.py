@@ -13,17 +13,19 @@ Sharp edges: a jaxpr with constants, or with an array or another unhashable valu
 parameters, has no structure; it is compiled once for each jaxpr object.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from jax.extend.core import Literal
 
 from drjax import _compat
+from drjax._compat.types import Atom, ClosedJaxpr, Eqn, OpenJaxpr
 
 _RULES_DO_NOT_COUNT = ("custom_jvp_call", "custom_vjp_call")
 _NAMES = ("name", "debug_info")
+Rest: TypeAlias = tuple[tuple[str, Hashable], ...]  # the keywords but `jaxpr`
 
 
 class _Unknown(Exception):
@@ -32,19 +34,13 @@ class _Unknown(Exception):
     pass
 
 
-def structure(jaxpr) -> Any | None:
-    """Compute a structural (alpha-equivalence) key of a jaxpr.
+def structure(jaxpr: ClosedJaxpr | OpenJaxpr) -> Hashable | None:
+    """Compute a structural (alpha-equivalence) key of a jaxpr, closed or open.
 
-    Jaxprs with equal keys compute the same, so that they can share an executable.
-
-    Args:
-      jaxpr: The jaxpr, closed or open.
-
-    Returns:
-      A hashable: jaxprs have equal ones if they differ only in the names of variables
-      and functions, source lines, and the derivative rules of `custom_jvp` and
-      `custom_vjp`. None if the jaxpr has constants, or parameters of equations that are
-      JAX arrays or unhashable.
+    Jaxprs with equal keys compute the same, so that they can share an executable: they
+    differ only in the names of variables and functions, source lines, and the
+    derivative rules of `custom_jvp` and `custom_vjp`. None if the jaxpr has constants,
+    or parameters of equations that are JAX arrays or unhashable.
     """
     try:
         key = _jaxpr_key(jaxpr)
@@ -54,20 +50,13 @@ def structure(jaxpr) -> Any | None:
     return key
 
 
-def _jaxpr_key(jaxpr):
+def _jaxpr_key(jaxpr: ClosedJaxpr | OpenJaxpr) -> tuple:
     """Compute the structural key of a jaxpr, equal for alpha-equivalent jaxprs.
 
-    Args:
-      jaxpr: The jaxpr, closed or open.
-
-    Returns:
-      Nested tuples: the types of inputs; for each equation its primitive, operands,
-      types of results, parameters and JAX's context, which has the mesh and the
-      precision under which it was traced; and the results. A variable is represented by
-      its number in the order of definitions. The key is unhashable if a parameter is.
-
-    Raises:
-      _Unknown: The jaxpr has constants, or a parameter is a JAX array.
+    It has the types of inputs; for each equation its primitive, operands, types of
+    results, parameters and context; and the results. A variable is represented by its
+    number in the order of definitions. The key is unhashable if a parameter is. Raises
+    `_Unknown` if the jaxpr has constants, or a parameter is a JAX array.
     """
     # To compare constants would read them from the device, at every dispatch.
     if _compat.jaxpr_consts(jaxpr):
@@ -77,7 +66,7 @@ def _jaxpr_key(jaxpr):
     for var in (*jaxpr.constvars, *jaxpr.invars):
         numbers[var] = len(numbers)
 
-    def atom(x):
+    def atom(x: Atom) -> int | tuple:
         if isinstance(x, Literal):
             return (value_key(x.val, _jaxpr_key), x.aval)
         return numbers[x]
@@ -95,24 +84,14 @@ def _jaxpr_key(jaxpr):
     return avals, tuple(eqns), tuple(atom(x) for x in jaxpr.outvars)
 
 
-def parameter_keys(eqn, jaxpr_key: Callable) -> tuple:
+def parameter_keys(
+    eqn: Eqn, jaxpr_key: Callable[..., Any]
+) -> tuple[tuple[str, Any], ...]:
     """Compute keys of the parameters of an equation, by which equations are compared.
 
     The parameters `name` and `debug_info`, and the derivative rules of `custom_jvp` and
-    `custom_vjp` are left out, as they do not change what the equation computes.
-
-    Args:
-      eqn: The equation, which is not changed.
-      jaxpr_key: A function from a jaxpr among the parameters to its key.
-
-    Returns:
-      A tuple with a pair `(name, key)` for each other parameter, sorted by name. Equal
-      keys mean equal values, provided that those of `jaxpr_key` do. A key is unhashable
-      if its parameter is or holds an unhashable object that is no list, dict or NumPy
-      array.
-
-    Raises:
-      _Unknown: A parameter is or holds a `jax.Array`, or `jaxpr_key` raises it.
+    `custom_vjp` are left out, as they do not change what the equation computes. Each
+    other parameter has a pair `(name, key)`, sorted by name, with its `value_key`.
     """
     has_rules = eqn.primitive.name in _RULES_DO_NOT_COUNT
     return tuple(
@@ -122,7 +101,7 @@ def parameter_keys(eqn, jaxpr_key: Callable) -> tuple:
     )
 
 
-def _is_rule(value) -> bool:
+def _is_rule(value: Any) -> bool:
     """Whether `value` is a Python callable or JAX's wrapper of one, not a jaxpr.
 
     It distinguishes the derivative rules among the parameters of a `custom_jvp_call` or
@@ -132,27 +111,15 @@ def _is_rule(value) -> bool:
     return is_function and not isinstance(value, _compat.JAXPR_TYPES)
 
 
-def value_key(value, jaxpr_key: Callable):
+def value_key(value: Any, jaxpr_key: Callable[..., Any]) -> Any:
     """Compute a key for the value of an equation's parameter, or of a literal.
 
     Values with equal keys have the same type and are equal: 1, 1.0 and True have
     different keys. Python's floats and complex numbers are compared by their `repr`,
     and NumPy's scalars and arrays by dtype, shape and bytes: 0.0 and -0.0 have
-    different keys.
-
-    Args:
-      value: Any Python object. The elements of a tuple, list or dict get keys of their
-        own. An object that is no container, number, NumPy array or jaxpr is compared by
-        `==`.
-      jaxpr_key: A function from a jaxpr to its key.
-
-    Returns:
-      For a jaxpr what `jaxpr_key` returns, else a tuple. It can be hashed unless
-      `value` is, or contains, an unhashable object that is no list, dict or NumPy
-      array.
-
-    Raises:
-      _Unknown: `value` is or holds a `jax.Array`, or `jaxpr_key` raises it.
+    different keys. The elements of a tuple, list or dict get keys of their own, and a
+    jaxpr the one that `jaxpr_key` returns. Any other object is compared by `==`; the
+    key is unhashable if it is. Raises `_Unknown` for a `jax.Array`.
     """
     if isinstance(value, _compat.JAXPR_TYPES):
         return jaxpr_key(value)
@@ -172,52 +139,40 @@ def value_key(value, jaxpr_key: Callable):
 
 
 class _ByStructure:
-    """A cache key that holds a jaxpr, equal for jaxprs with the same structural key.
-
-    Args:
-      key: The structural key of the jaxpr, a hashable: what `structure(jaxpr)` returns.
-      jaxpr: The jaxpr.
-
-    Attributes:
-      jaxpr: The jaxpr, which `==` and `hash` ignore.
+    """A cache key that holds a jaxpr, which `==` and `hash` ignore: they compare `key`,
+    what `structure(jaxpr)` returns.
     """
 
-    def __init__(self, key, jaxpr):
+    def __init__(self, key: Hashable, jaxpr: ClosedJaxpr) -> None:
         self._key, self._hash, self.jaxpr = key, hash(key), jaxpr
 
-    def __hash__(self):
+    def __hash__(self) -> int:
         return self._hash
 
-    def __eq__(self, other):
+    def __eq__(self, other: object) -> bool:
         return isinstance(other, _ByStructure) and self._key == other._key
 
 
-def cache_by_params(make: Callable) -> Callable:
+def cache_by_params(make: Callable[..., Callable]) -> Callable[..., Callable]:
     """Cache a function's results by its keywords; `jaxpr=` is compared by structure.
 
     A jaxpr is looked up by its identity first (a weak reference, the fast path), and
     then by its structural key, which `structure` computes, so that a new trace of the
     same function finds the results of the old one. A jaxpr without such a key is looked
-    up by identity only. The caches are bounded. JAX's trace context is not in their
-    keys: the results are jitted functions, and `jit` has it in its own cache keys.
+    up by identity only. The other keywords must be hashable, and in the same order. The
+    caches are bounded. JAX's trace context is not in their keys: the results are jitted
+    functions, and `jit` has it in its own cache keys.
 
-    Args:
-      make: The function, `make(**params)`, which returns a jitted function. Its keyword
-        `jaxpr` is a copy of the jaxpr; it is left out if there is none.
-
-    Returns:
-      The cached function, `cached(jaxpr=None, **params)`. It returns the result of
-      `make` for these keywords, or the result of an earlier call whose jaxpr has the
-      same structure, and whose other keywords are equal and in the same order. The
-      values of `params` have to be hashable.
+    `make(**params)` returns a jitted function. Its keyword `jaxpr` is a copy of the
+    jaxpr; it is left out if there is none.
     """
 
     @_compat.cache(max_size=512, trace_context_in_key=False)
-    def by_structure(key, rest):
+    def by_structure(key: _ByStructure, rest: Rest) -> Callable:
         return make(jaxpr=key.jaxpr, **dict(rest))
 
     @_compat.weakref_lru_cache(trace_context_in_key=False)
-    def by_jaxpr(jaxpr, rest):
+    def by_jaxpr(jaxpr: ClosedJaxpr, rest: Rest) -> Callable:
         # A copy: if the result held the key itself, its weak reference never died.
         key, copy = structure(jaxpr), jaxpr.replace()
         if key is None:
@@ -225,10 +180,10 @@ def cache_by_params(make: Callable) -> Callable:
         return by_structure(_ByStructure(key, copy), rest)
 
     @_compat.cache(trace_context_in_key=False)
-    def by_value(rest):
+    def by_value(rest: Rest) -> Callable:
         return make(**dict(rest))
 
-    def cached(jaxpr=None, **params):
+    def cached(jaxpr: ClosedJaxpr | None = None, **params: Any) -> Callable:
         rest = tuple(params.items())
         return by_value(rest) if jaxpr is None else by_jaxpr(jaxpr, rest)
 

@@ -59,21 +59,11 @@ class Schedule:
 def schedule(sources: tuple[int, ...], devices: int, per_device: int) -> Schedule:
     """Make the `Schedule` of `ppermute`s by which each slot of a result gets its slice.
 
+    `sources` has for each slot of the result the slot of the operand whose slice it
+    gets; no slot occurs twice, and the last slots, if it ends before them, are padding.
     Slot s is a place for one group's slice, on device `s // per_device`. Slices that
-    stay on their device are not sent. No device sends or receives more than k slices,
-    so that there are at most k steps. The result is cached.
-
-    Args:
-      sources: For each slot of the result the slot of the operand whose slice it gets,
-        a tuple, in which no slot occurs twice. It may have fewer elements than
-        `devices * per_device`: the last slots are padding then.
-      devices: m, the number of devices.
-      per_device: k, the number of slots of each device.
-
-    Returns:
-      The `Schedule`: its `steps` are the `ppermute`s, with the slots that each device
-      sends; its `positions` say, for each slot of each device, where its new slice is
-      among the slices that the device has after all steps.
+    stay on their device are not sent. No device sends or receives more than k =
+    `per_device` slices, so that there are at most k steps.
     """
     moves = [(s // per_device, t // per_device) for t, s in enumerate(sources)]
     colors = _equal_matchings(moves, per_device)
@@ -116,15 +106,10 @@ def _equal_matchings(
     the same pairs of devices, and the caller merges them to one `ppermute`. A general
     coloring, as of `color_edges`, would mix the pairs.
 
-    Args:
-      moves: For each slot of the result the devices `(sender, receiver)` of its slice.
-        Slot i is on device `i // k`, which is the receiver.
-      per_device: k, the number of slots (places for one group's slice) of each device.
-
-    Returns:
-      A dict from the index in `moves` of each slice that changes its device to its
-      color. None if two slices of a color have the same sender, so that one `ppermute`
-      cannot send both.
+    `moves` are the devices `(sender, receiver)` of the slice of each slot of the
+    result; slot i is on device `i // k`, the receiver. The dict has the color of each
+    slice that changes its device, by its index in `moves`. None if two slices of a
+    color have the same sender, so that one `ppermute` cannot send both.
     """
     colors, senders = {}, set()
     for target, (sender, receiver) in enumerate(moves):
@@ -148,13 +133,9 @@ def color_edges(moves: Sequence[tuple[int, int]], devices: int) -> dict[int, int
     that color and one that is free at the receiver. It cannot end at the sender, as the
     graph is bipartite.
 
-    Args:
-      moves: The edges `(sender, receiver)`, device indices. Edges with equal ends are
-        left out.
-      devices: The number of senders, and of receivers.
-
-    Returns:
-      A dict from the index of an edge in `moves` to its color, from 0.
+    `moves` are the edges, `(sender, receiver)`, of so many `devices` on either side;
+    those with equal ends are left out. The dict has the color, from 0, of each edge, by
+    its index in `moves`.
     """
     # Which edge has a color at a device: `ends[side][device][color]`, side 0: senders.
     ends: tuple[list[dict[int, int]], ...] = tuple(
@@ -186,8 +167,5 @@ def color_edges(moves: Sequence[tuple[int, int]], devices: int) -> dict[int, int
 
 
 def _free(used: dict[int, int]) -> int:
-    """Return the first color, from 0, that is not a key of `used`.
-
-    `used` is a dict from each color of a device's edges to the edge.
-    """
+    """Return the first color, from 0, that no edge of a device has yet."""
     return next(color for color in range(len(used) + 1) if color not in used)

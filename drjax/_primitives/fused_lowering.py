@@ -33,16 +33,20 @@ these rules, programs compute the same and need more memory.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters.mlir import LoweringRuleContext
 
 from drjax import _compat
+from drjax._compat.types import Array, Aval, ClosedJaxpr, Flags, Mesh, Params
 from drjax._partition import Partition
 from drjax._primitives import registration
-from drjax._primitives.contract_groups import group_sums
+from drjax._primitives.contract_groups import GroupSums, group_sums
 from drjax._primitives.levels_lowering import (
+    InnerReduction,
     execute_partial_reduction,
     is_sum,
     partial_reduction_p,
@@ -56,10 +60,12 @@ from drjax._primitives.map_lowering import (
 )
 from drjax._sharding.avals import partitioned_aval, slices_aval
 from drjax._sharding.execute import shard_map_over_devices, vary
-from drjax._sharding.layout import make_layout
+from drjax._sharding.layout import Layout, make_layout
 
+# A value of MLIR, whose types are not public, is `Any`.
 Operand = tuple[Any, Any]  # an MLIR value and its type
 Placement = dict[str, Any]  # the parameters `partition` and `mesh` of an equation
+Stack: TypeAlias = tuple[Any, Any, bool]  # an operand, and whether it is partitioned
 
 
 @dataclass(frozen=True)
@@ -67,11 +73,10 @@ class _LoweredEquations:
     """The equations of an MLIR module that were lowered so far, by values of results.
 
     Attributes:
-      broadcasts: From the MLIR value of a broadcast's result, `[n, *s]`, to
-        `(placement, operand)` of the broadcast: the dict of its parameters `partition`
-        and `mesh`, and the pair of its operand's MLIR value, `[*s]`, and type.
-      maps: From the MLIR value of a map's result to `(map, position)`: the record of
-        the lowered map, and the position of the result among the map's results.
+      broadcasts: From the value of a broadcast's result to the broadcast's placement
+        and operand.
+      maps: From the value of a map's result to the map, and the position of the result
+        among the map's results.
     """
 
     broadcasts: dict[Any, tuple[Placement, Operand]] = field(default_factory=dict)
@@ -81,14 +86,11 @@ class _LoweredEquations:
 _by_module: WeakKeyDictionary[Any, _LoweredEquations] = WeakKeyDictionary()
 
 
-def _lowered_equations(ctx) -> _LoweredEquations:
+def _lowered_equations(ctx: LoweringRuleContext) -> _LoweredEquations:
     """Return the record of the equations lowered so far in the current MLIR module.
 
     The first call for a module makes an empty record; later calls return the same
     object, to which the lowering rules add. It is deleted with the module.
-
-    Args:
-      ctx: The `LoweringRuleContext` that JAX passes to a lowering rule.
     """
     return _by_module.setdefault(_compat.module_token(ctx), _LoweredEquations())
 
@@ -96,20 +98,12 @@ def _lowered_equations(ctx) -> _LoweredEquations:
 def broadcast_rule(execute: Callable) -> Callable:
     """Make the lowering rule of `broadcast`, which also records its operand.
 
-    The rule lowers the broadcast, and records in the module's `_LoweredEquations` of
-    which global value the result has copies. A map that is lowered later, and takes the
-    result as an operand, reads the global value instead of the n copies; if nothing
-    else does, the compiler removes these.
-
-    Args:
-      execute: The execution function of the primitive, `execute(x, partition=, mesh=)`.
-
-    Returns:
-      `rule(ctx, x, partition=, mesh=)`, from the MLIR value of the operand to a list
-      with that of the result.
+    A map that is lowered later, and takes the result as an operand, reads the global
+    value of which the result has n copies instead; if nothing else reads the copies,
+    the compiler removes them. `execute` is the execution function.
     """
 
-    def rule(ctx, x, **placement):
+    def rule(ctx: LoweringRuleContext, x: Any, **placement: Any) -> Sequence[Any]:
         source = x, ctx.avals_in[0]
         outs = _compat.lower_cached_function(ctx, execute, source, **placement)
         placement.pop("secure", None)
@@ -132,17 +126,12 @@ def map_rule(execute: Callable) -> Callable:
     result for it: the part of the reduction on each device of the inner level. Before
     JAX 0.12, it does not if the mesh has Explicit axes that are not the partition's.
 
-    Args:
-      execute: The execution function of the primitive,
-        `execute(*args, shared=, **params)`. `shared` is a tuple with a bool for each
-        operand: whether it is the source of a broadcast, `[*s]` instead of `[n, *s]`.
-
-    Returns:
-      `rule(ctx, *args, **params)`, from the MLIR values of the operands and the
-      parameters of the equation to the list of MLIR values of the results.
+    `execute` is the execution function with one more keyword, `shared`: a tuple with a
+    bool for each operand, whether it is the source of a broadcast, `[*s]` instead of
+    `[n, *s]`.
     """
 
-    def rule(ctx, *args, **params):
+    def rule(ctx: LoweringRuleContext, *args: Any, **params: Any) -> Sequence[Any]:
         placement = {"partition": params["partition"], "mesh": params["mesh"]}
         lowered = _lowered_equations(ctx)
         operands, shared = list(zip(args, ctx.avals_in, strict=True)), []
@@ -180,40 +169,24 @@ def map_rule(execute: Callable) -> Callable:
     return rule
 
 
-def _partitioned_out(params, position: int):
-    """Return the type `[n, *t]` of one result of a map.
-
-    Args:
-      params: The parameters of the equation of the map: `jaxpr`, `partition` and `mesh`
-        are read.
-      position: The position of the result among the results of the jaxpr.
-    """
+def _partitioned_out(params: Params, position: int) -> Aval:
+    """Return the type `[n, *t]` of a map's result at `position`."""
     layout = make_layout(params["partition"], params["mesh"])
     return partitioned_aval(params["jaxpr"].out_avals[position], layout)
 
 
-def reduction_rule(primitive: Any, execute: Callable) -> Callable:
+def reduction_rule(primitive: Primitive, execute: Callable) -> Callable:
     """Make the lowering rule of a reduction, which merges with one over an inner level.
 
     A program may reduce over an inner level in each group of an outer one, and then
     over the outer level: a map whose result is a reduction, and a reduction of that
-    result. The rule lowers both as one collective over the mesh axes of both levels,
-    if both are of one primitive and have no options such as `wire`, both levels are
+    result. The rule lowers both as one collective over the mesh axes of both levels, if
+    both are of one primitive and have no options such as `wire`, both levels are
     sharded, and the map was lowered before in the same module for the same partition
-    and mesh as the outer reduction. Else it calls `execute`.
-
-    Args:
-      primitive: The reduction.
-      execute: The lowering rule for all other cases,
-        `execute(ctx, x, partition=, mesh=, **options)`, which returns a list with the
-        MLIR value of the result.
-
-    Returns:
-      `rule(ctx, x, partition=, mesh=, **options)`, from the MLIR value of the operand
-      to a list with that of the result.
+    and mesh as the outer reduction. Else it calls `execute`, a lowering rule.
     """
 
-    def rule(ctx, x, **params):
+    def rule(ctx: LoweringRuleContext, x: Any, **params: Any) -> Sequence[Any]:
         a_map, index = _lowered_equations(ctx).maps.get(x, (None, 0))
         if a_map is not None and a_map.placement == params:
             inner, operand = a_map.partial.get(index, (None, None))
@@ -227,25 +200,12 @@ def reduction_rule(primitive: Any, execute: Callable) -> Callable:
     return rule
 
 
-def extremum_rule(primitive: Any, execute: Callable) -> Callable:
-    """Make the lowering rule of an extremum, which merges with one over an inner level.
-
-    A program may take the maximum over an inner level in each group of an outer one,
-    and then the maximum of these over the outer level. If the map that computes the
-    inner ones was lowered before in the same module, for the same partition and mesh as
-    the outer one, and both levels are sharded, both become one collective over the mesh
-    axes of both levels. Else `execute` is lowered. The same holds for the minimum.
-
-    Args:
-      primitive: `reduce_max_p` or `reduce_min_p`.
-      execute: Its execution function, `execute(x, partition=, mesh=)`.
-
-    Returns:
-      `rule(ctx, x, partition=, mesh=)`, from the MLIR value of the operand to a list
-      with that of the result.
+def extremum_rule(primitive: Primitive, execute: Callable) -> Callable:
+    """Make the lowering rule of an extremum: a `reduction_rule` that else lowers
+    `execute`, the execution function.
     """
 
-    def alone(ctx, x, **params):
+    def alone(ctx: LoweringRuleContext, x: Any, **params: Any) -> Sequence[Any]:
         return _compat.lower_cached_function(
             ctx, execute, (x, ctx.avals_in[0]), **params
         )
@@ -259,20 +219,19 @@ def reduce_sum_rule(execute: Callable) -> Callable:
     The operand may be a result of a map that was lowered before in the same module, for
     the same partition and mesh. If `_LoweredMap.sums` of that map has the result, the
     map computes each device's sum over its groups, without storing a slice for each
-    group: this is possible for a float32 result that ends in a product of matrices or a
-    sum. Then `execute` adds up these sums, which it gets as a value of a partition with
-    one group for each device. Else it gets the operand itself.
-
-    Args:
-      execute: The execution function of the primitive,
-        `execute(x, partition=, mesh=, **options)`.
-
-    Returns:
-      `rule(ctx, x, partition=, mesh=, **options)`, from the MLIR value of the operand
-      to a list with that of the result.
+    group. Then `execute`, the execution function, adds up these sums, which it gets as
+    a value of a partition with one group for each device. Else it gets the operand
+    itself.
     """
 
-    def rule(ctx, x, *, partition, mesh, **options):
+    def rule(
+        ctx: LoweringRuleContext,
+        x: Any,
+        *,
+        partition: Partition,
+        mesh: Mesh | None,
+        **options: Any,
+    ) -> Sequence[Any]:
         operand, placement = (
             (x, ctx.avals_in[0]),
             {"partition": partition, "mesh": mesh},
@@ -288,25 +247,19 @@ def reduce_sum_rule(execute: Callable) -> Callable:
     return rule
 
 
-def _partial_reduction_rule(ctx, x, *, partition, mesh, reduction):
-    """Lowering rule of `partial_reduction`: reduce the groups of each of m devices.
+def _partial_reduction_rule(
+    ctx: LoweringRuleContext,
+    x: Any,
+    *,
+    partition: Partition,
+    mesh: Mesh | None,
+    reduction: Primitive,
+) -> Sequence[Any]:
+    """Lowering rule of `partial_reduction`, which returns the sums of a map if it can.
 
-    The operand may be a result of a map that was lowered before in the same module, for
-    the same partition and mesh. If the reduction is a sum, and `_LoweredMap.sums` of
-    that map has the result, the sums that it computes are returned, and no slice for
-    each group is stored. Else the slices of each device are reduced. There is no
-    communication.
-
-    Args:
-      ctx: The `LoweringRuleContext`.
-      x: The MLIR value of the operand, a partitioned value `[n, *s]`.
-      partition: The `Partition` of n groups, a parameter of the equation.
-      mesh: The mesh, on which the partition is sharded over m devices.
-      reduction: The primitive of the reduction, such as `reduce_sum_p`.
-
-    Returns:
-      A list with the MLIR value of the result, `[m, *s]`: slice d is the reduction over
-      the groups of device d.
+    They are those of `_LoweredMap.sums`, for a sum of a result of a map that was
+    lowered before in the same module, for the same partition and mesh; no slice for
+    each group is stored. Else the slices of each device are reduced.
     """
     a_map, index = _lowered_equations(ctx).maps.get(x, (None, 0))
     placement = {"partition": partition, "mesh": mesh}
@@ -329,7 +282,7 @@ class _Contraction:
     the compiler merges.
     """
 
-    def __init__(self, layout, jaxpr, sums):
+    def __init__(self, layout: Layout, jaxpr: ClosedJaxpr, sums: GroupSums) -> None:
         self._layout, self._sums = layout, sums
         raw = _compat.open_jaxpr(jaxpr)
         inputs = {v: i for i, v in enumerate(raw.invars)}
@@ -347,12 +300,14 @@ class _Contraction:
             for v in raw.outvars
         ]
 
-    def lower(self, ctx, operands: Sequence[Operand], shared: Sequence[bool]):
+    def lower(
+        self, ctx: LoweringRuleContext, operands: Sequence[Operand], shared: Flags
+    ) -> tuple[list, list[Stack]]:
         """Lower the map; return its results, and the operands of `lower_sums`."""
         layout, partitioned_in = self._layout, [not x for x in shared]
         fn = _compat.jaxpr_as_fun(self._extended)
 
-        def run(*args):
+        def run(*args: Array) -> list[Array]:
             body = over_groups(layout, fn, partitioned_in)
             vary_all = lambda *xs: [vary(y, layout.axes) for y in body(*xs)]
             everywhere = [True] * len(self._extended.out_avals)
@@ -367,13 +322,15 @@ class _Contraction:
             for i in self._inputs
         ]
 
-    def lower_sums(self, ctx, stacks, a_map: "_LoweredMap") -> dict[int, Operand]:
+    def lower_sums(
+        self, ctx: LoweringRuleContext, stacks: Sequence[Stack], a_map: "_LoweredMap"
+    ) -> dict[int, Operand]:
         """Lower the devices' sums: see `_LoweredMap.sums`."""
         layout, sums = self._layout, self._sums
         count, partitioned_in = layout.per_device, [p for _, _, p in stacks]
 
-        def run(*args):
-            def body(*own):
+        def run(*args: Array) -> list[Array]:
+            def body(*own: Array) -> list[Array]:
                 values = [
                     x if p else jnp.broadcast_to(x, (count, *x.shape))
                     for x, p in zip(own, partitioned_in, strict=True)
@@ -396,7 +353,7 @@ class _Contraction:
         return dict(zip(sums.indices, zip(outs, avals, strict=True), strict=True))
 
 
-def _contraction(layout, jaxpr) -> _Contraction | None:
+def _contraction(layout: Layout, jaxpr: ClosedJaxpr) -> _Contraction | None:
     """Return the `_Contraction` of a map, if it has one that saves memory."""
     simple = not layout.manual and not _compat.check_vma() and not layout.uneven
     explicit = layout.spec_entry is not None or layout.other_explicit_axes
@@ -412,36 +369,27 @@ def _contraction(layout, jaxpr) -> _Contraction | None:
 class _LoweredMap:
     """A lowered `map_fn` equation, which can lower sums of its results, too.
 
-    Args:
-      placement: The dict of the parameters `partition` and `mesh` of the equation.
-      operands: For each operand the pair of its MLIR value and type, `[n, *s]`; or
-        `[*s]`, if it is the source of a broadcast.
-      shared: For each operand whether it is such a source, a tuple of bools.
-      jaxpr: The closed jaxpr of one group.
-      partial: A dict from the position of each result that the mapped function reduces
-        over an inner level of groups, to a pair: the `InnerReduction`, and the MLIR
-        value and type of the additional result of the map, `[n, m, *s]`, with the part
-        of the reduction on each of the m devices of the inner level.
-      contraction: The `_Contraction` that has lowered the map; or None.
-      stacks: The operands of the contraction's sums.
+    An operand that is `shared`, the source of a broadcast, is `[*s]`, others `[n, *s]`.
+    `stacks` are the operands of the sums of the `contraction` that has lowered the map.
 
     Attributes:
-      partial: The argument.
-      placement: The argument.
-      device_placement: A dict as `placement`, whose partition has one group for each
-        device.
+      partial: From the position of each result that the mapped function reduces over an
+        inner level of groups, to how it does, and the additional result of the map,
+        `[n, m, *s]`: the part of the reduction on each of the inner level's m devices.
+      placement: The parameters `partition` and `mesh` of the equation.
+      device_placement: As `placement`; its partition has one group for each device.
     """
 
     def __init__(
         self,
         placement: Placement,
         operands: Sequence[Operand],
-        shared,
-        jaxpr,
-        partial,
+        shared: Flags,
+        jaxpr: ClosedJaxpr,
+        partial: dict[int, tuple[InnerReduction, Operand]],
         contraction: "_Contraction | None",
-        stacks: Sequence[Any],
-    ):
+        stacks: Sequence[Stack],
+    ) -> None:
         self._contraction, self._stacks = contraction, stacks
         self.placement, self._operands, self.partial = placement, operands, partial
         self._shared, self._jaxpr = shared, jaxpr
@@ -450,23 +398,20 @@ class _LoweredMap:
         self.device_placement = {**placement, "partition": devices}
         self._sums: list[tuple[Any, dict[int, Operand]]] = []  # by block of code
 
-    def sums(self, ctx) -> dict[int, Operand]:
+    def sums(self, ctx: LoweringRuleContext) -> dict[int, Operand]:
         """Return the devices' sums of those results that can be summed within the map.
 
         Such a result is float32, and linear equations compute it from a `dot_general`
         or a `reduce_sum`, into which the sum over the groups merges; and the jaxpr of
-        one group is straight-line code without effects (`GroupSums`). The first call in
-        an MLIR block lowers the sums of all such results into that block; later calls
-        in the block return the same values.
+        one group is straight-line code without effects (`GroupSums`). The dict has the
+        sums `[m, *s]`, for each of m devices the sum over its groups, by the position
+        of the result. {} if there is no such result; if each device has one group only,
+        or some slot is padding; or if the map is lowered by a `vmap` over all devices'
+        groups.
 
-        Args:
-          ctx: The `LoweringRuleContext` of the equation that uses the sums.
-
-        Returns:
-          A dict from the position of a result of the map to the pair of MLIR value and
-          type of its sums, `[m, *s]`: for each of m devices the sum over its groups. {}
-          if there is no such result; if each device has one group only, or some slot is
-          padding; or if the map is lowered by a `vmap` over all devices' groups.
+        `ctx` is that of the equation that uses the sums. The first call in an MLIR
+        block lowers the sums of all such results into that block; later calls in the
+        block return the same values.
         """
         # A use in another block needs sums of its own: see the sharp edge above.
         block = _compat.current_block()
@@ -477,22 +422,8 @@ class _LoweredMap:
         self._sums.append((block, sums))
         return sums
 
-    def _lower_sums(self, ctx) -> dict[int, Operand]:
-        """Lower the sums that the map can compute into the current MLIR block.
-
-        They are those of results that are float32, and that linear equations compute
-        from a `dot_general` or a `reduce_sum`, in a jaxpr of straight-line code without
-        effects (`GroupSums`).
-
-        Args:
-          ctx: The `LoweringRuleContext` of the equation that uses the sums.
-
-        Returns:
-          A dict from the position of a result of the map to the pair of MLIR value and
-          type of its sums, `[m, *s]`: for each of m devices the sum over its groups. {}
-          if there is no such result; if each device has one group only, or some slot is
-          padding; or if the map is lowered by a `vmap` over all devices' groups.
-        """
+    def _lower_sums(self, ctx: LoweringRuleContext) -> dict[int, Operand]:
+        """Lower what `sums` returns into the current MLIR block."""
         layout = self._layout
         if self._contraction is not None:
             return self._contraction.lower_sums(ctx, self._stacks, self)
@@ -511,8 +442,8 @@ class _LoweredMap:
         used = [i for i, u in enumerate(sums.used) if u]
         partitioned_in = [not self._shared[i] for i in used]
 
-        def run(*args):
-            def body(*operands):
+        def run(*args: Array) -> list[Array]:
+            def body(*operands: Array) -> list[Array]:
                 run = lambda fn: over_groups(layout, fn, partitioned_in)
                 totals = sums(layout.per_device, run, operands)
                 return [vary(y, layout.axes)[None] for y in totals]
