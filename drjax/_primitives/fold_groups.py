@@ -38,20 +38,25 @@ Sharp edges: f is not checked to be associative. Residuals are the operands and 
 tops; a device evaluates its own tree once more in the backward pass.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
+from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
 from drjax import _compat
+from drjax._compat import UndefinedPrimal
+from drjax._compat.types import Array, Aval, ClosedJaxpr, Eqn, Flags, Mesh
+from drjax._partition import Partition
 from drjax._primitives import registration
 from drjax._primitives.collectives import (
     check_transposable,
     gather_p,
     scatter_p,
 )
-from drjax._primitives.columns_lowering import GROUPS, by_gather_and_scatter
+from drjax._primitives.columns_lowering import GROUPS, Kinds, by_gather_and_scatter
 from drjax._primitives.fold_lowering import (
     VALUE,
     FoldMode,
@@ -60,6 +65,7 @@ from drjax._primitives.fold_lowering import (
 )
 from drjax._primitives.map_columns import tangents_of_columns, trace_column
 from drjax._primitives.map_fn import group_context
+from drjax._primitives.registration import AxisData, Tangent
 from drjax._sharding.avals import columns_aval, global_aval
 from drjax._sharding.execute import as_operand, vary, with_sharding_of
 from drjax._sharding.layout import Layout, make_layout
@@ -72,13 +78,22 @@ fold_tree_p = registration.new_primitive("fold_tree", multiple_results=True)
 # Types
 
 
-def _abstract_eval(*avals, n_states, partition, mesh, **_):
+def _abstract_eval(
+    *avals: Aval, n_states: int, partition: Partition, mesh: Mesh | None, **_: Any
+) -> list[Aval]:
     layout = make_layout(partition, mesh)
     states = avals[len(avals) - n_states :]
     return [global_aval(aval, layout).update(weak_type=False) for aval in states]
 
 
-def _tree_abstract_eval(*avals, n_states, partition, mesh, mode: FoldMode, **_):
+def _tree_abstract_eval(
+    *avals: Aval,
+    n_states: int,
+    partition: Partition,
+    mesh: Mesh | None,
+    mode: FoldMode,
+    **_: Any,
+) -> list[Aval]:
     layout = make_layout(partition, mesh)
     n_fold = mode.count(len(avals))
     fold = avals[:n_fold]
@@ -103,7 +118,14 @@ def _tree_abstract_eval(*avals, n_states, partition, mesh, mode: FoldMode, **_):
 # Derivatives
 
 
-def _jvp(primals, tangents, *, mode: FoldMode = VALUE, derivative=None, **params):
+def _jvp(
+    primals: Sequence[Array],
+    tangents: Sequence[Tangent],
+    *,
+    mode: FoldMode = VALUE,
+    derivative: ClosedJaxpr | None = None,
+    **params: Any,
+) -> tuple[Sequence[Array], list[Tangent]]:
     """JVP rule of `reduce_fold`, and of the value of `fold_tree`."""
     n_states, jaxpr = params["n_states"], params["jaxpr"]
     layout = make_layout(params["partition"], params["mesh"])
@@ -136,10 +158,13 @@ def _jvp(primals, tangents, *, mode: FoldMode = VALUE, derivative=None, **params
     return outs[: len(avals)], registration.fill_zeros(avals, is_one, parts)
 
 
-def _derivative(jaxpr, active: Sequence[bool], n_states: int, layout: Layout):
-    """Which leaves of states in the tree have tangents, which of f's results, and Df.
+def _derivative(
+    jaxpr: ClosedJaxpr, active: Flags, n_states: int, layout: Layout
+) -> tuple[tuple[bool, ...], tuple[bool, ...], ClosedJaxpr]:
+    """Return which leaves of states have tangents, which of f's results, and Df.
 
-    A leaf has one if it may have one anywhere in the tree: a fixed point.
+    A leaf has one if it may have one anywhere in the tree: a fixed point. `active` says
+    which operands of the fold have one.
     """
     n_consts = len(active) - 2 * n_states
     init, x = active[n_consts : n_consts + n_states], active[n_consts + n_states :]
@@ -154,7 +179,13 @@ def _derivative(jaxpr, active: Sequence[bool], n_states: int, layout: Layout):
         moving = after
 
 
-def _tree_jvp(primals, tangents, *, mode: FoldMode, **params):
+def _tree_jvp(
+    primals: Sequence[Array],
+    tangents: Sequence[Tangent],
+    *,
+    mode: FoldMode,
+    **params: Any,
+) -> tuple[Sequence[Array], list[Tangent]]:
     """JVP rule of `fold_tree`; for second derivatives, if it is none of the value."""
     if mode.what == "value":
         return _jvp(primals, tangents, mode=mode, **params)
@@ -188,13 +219,27 @@ def _tree_jvp(primals, tangents, *, mode: FoldMode, **params):
 
 
 @_compat.weakref_lru_cache
-def _tree_column(jaxpr, derivative, avals, kinds, n_states, mode, layout, name: str):
+def _tree_column(
+    jaxpr: ClosedJaxpr,
+    derivative: ClosedJaxpr,
+    avals: tuple[Aval, ...],
+    kinds: Kinds,
+    n_states: int,
+    mode: FoldMode,
+    layout: Layout,
+    name: str,
+) -> ClosedJaxpr:
     """Trace a derivative of a fold as a function of all groups' states; cached."""
     run = fold_of_all(layout, jaxpr, derivative, n_states, mode)
     return trace_column(run, avals, kinds, (), layout, name)[0]
 
 
-def _tree_transpose(cts, *args, mode: FoldMode, **params):
+def _tree_transpose(
+    cts: Sequence[Tangent],
+    *args: Array | UndefinedPrimal,
+    mode: FoldMode,
+    **params: Any,
+) -> list[Tangent | None]:
     """Transpose rule: of tangents their cotangents, of cotangents their tangents."""
     check_transposable(make_layout(params["partition"], params["mesh"]))
     n_fold = len(mode.active)
@@ -230,14 +275,21 @@ fold_of_all_p = registration.new_primitive("fold_of_all", multiple_results=True)
 
 
 def execute_fold_of_all(
-    *args, jaxpr, n_states, partition, name, mode, commutative=False, derivative=None
-):
-    """Execution function of `fold_of_all`: `fold_tree` of states in one process."""
+    *args: Array,
+    jaxpr: ClosedJaxpr,
+    n_states: int,
+    partition: Partition,
+    name: str,
+    mode: FoldMode,
+    commutative: bool = False,
+    derivative: ClosedJaxpr | None = None,
+) -> list[Array]:
+    """Compute what `fold_tree` does, of states in one process."""
     layout = make_layout(partition, None)
     return fold_of_all(layout, jaxpr, derivative, n_states, mode)(*args)
 
 
-def folds_by_gather(eqn):
+def folds_by_gather(eqn: Any) -> ClosedJaxpr:
     """Make the jaxpr that computes a `fold_tree` equation on the server of a plan.
 
     The jaxpr gathers what all groups have, computes by one `fold_of_all` equation, and
@@ -253,24 +305,28 @@ def folds_by_gather(eqn):
     return jax.make_jaxpr(whole)(*avals)
 
 
-def kinds_of(eqn) -> tuple[tuple, tuple]:
-    """The kinds of the operands and results of a `fold_tree` or `fold_of_all`."""
+def kinds_of(eqn: Eqn) -> tuple[Kinds, Kinds]:
+    """Return the kinds of a `fold_tree` or `fold_of_all`: of operands, of results."""
     mode, n_states = eqn.params["mode"], eqn.params["n_states"]
     return mode.kinds(mode.count(len(eqn.invars)), n_states)
 
 
-def _of_all_abstract_eval(*avals, **params):
+def _of_all_abstract_eval(*avals: Aval, **params: Any) -> list[Aval]:
     return _tree_abstract_eval(*avals, mesh=None, **params)
 
 
 # Derivatives and batches of a compiled plan are those of the function.
-def _of_all_jvp(primals, tangents, **params):
+def _of_all_jvp(
+    primals: Sequence[Array], tangents: Iterable[Tangent], **params: Any
+) -> tuple[Sequence[Array], Sequence[Array]]:
     tangents = map(ad.instantiate_zeros, tangents)
     run = lambda *xs: execute_fold_of_all(*xs, **params)
     return jax.jvp(run, primals, tuple(tangents))
 
 
-def _of_all_batching(args, dims, **params):
+def _of_all_batching(
+    args: Sequence[Array], dims: Sequence[int | None], **params: Any
+) -> tuple[Sequence[Array], list[int]]:
     outs = jax.vmap(lambda *xs: execute_fold_of_all(*xs, **params), dims)(*args)
     return outs, [0] * len(outs)
 
@@ -285,7 +341,7 @@ batching.primitive_batchers[fold_of_all_p] = _of_all_batching
 # Batching
 
 
-def _batching_rule(primitive):
+def _batching_rule(primitive: Primitive) -> Callable:
     """Make the batching rule of `reduce_fold_p` or `fold_tree_p`.
 
     The rule batches f, and binds the primitive for the batched f. A result of f is a
@@ -295,7 +351,15 @@ def _batching_rule(primitive):
     with a group axis, and the tops, have their batch dimension at 1; all others at 0.
     """
 
-    def rule(axis_data, args, dims, *, jaxpr, n_states, **params):
+    def rule(
+        axis_data: AxisData,
+        args: Sequence[Array],
+        dims: Sequence[int | None],
+        *,
+        jaxpr: ClosedJaxpr,
+        n_states: int,
+        **params: Any,
+    ) -> tuple[Sequence[Array], Sequence[int | None]]:
         # JAX asks such a rule also if nothing is batched; f may still use the axis.
         if all(dim is None for dim in dims) and not jaxpr.effects:
             outs = primitive.bind(*args, jaxpr=jaxpr, n_states=n_states, **params)
@@ -338,17 +402,10 @@ def _batching_rule(primitive):
     return rule
 
 
-def _batched(x, dim, position: int, axis_data):
+def _batched(x: Array, dim: int | None, position: int, axis_data: AxisData) -> Array:
     """Move the batch dimension of an operand to the position that the batched f needs.
 
-    Args:
-      x: The array.
-      dim: Its batch dimension; None: it has none, and is repeated along a new one.
-      position: The position of the batch dimension in the result.
-      axis_data: JAX's `AxisData` of the vmap, with its size.
-
-    Returns:
-      The array, with the batch dimension at `position`.
+    An operand without one (`dim` is None) is repeated along a new one.
     """
     if dim is None:
         return _compat.add_batch_dimension(x, axis_data, position)

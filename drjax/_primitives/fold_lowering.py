@@ -35,10 +35,16 @@ import numpy as np
 from jax import lax
 
 from drjax import _compat
+from drjax._compat.types import Array, ClosedJaxpr, Mesh
 from drjax._jaxprs.prng_keys import on_raw
 from drjax._partition import Partition
 from drjax._primitives.collectives import execute_gather, execute_scatter
-from drjax._primitives.columns_lowering import GROUPS, WHOLE, by_gather_and_scatter
+from drjax._primitives.columns_lowering import (
+    GROUPS,
+    WHOLE,
+    Kinds,
+    by_gather_and_scatter,
+)
 from drjax._primitives.device_sums import psum
 from drjax._primitives.map_columns import column_context
 from drjax._primitives.map_lowering import lowers_by_vmap, prepare_for_shard_map
@@ -76,8 +82,8 @@ class FoldMode:
     active_out: tuple[bool, ...] = ()
     pushed: tuple[bool, ...] = ()
 
-    def kinds(self, n_fold: int, n_states: int) -> tuple[tuple, tuple]:
-        """The kinds of all operands, and of all results, of `n_fold` fold operands."""
+    def kinds(self, n_fold: int, n_states: int) -> tuple[Kinds, Kinds]:
+        """Return the kinds of all operands, `n_fold` of a fold, and of all results."""
         fold = (WHOLE,) * (n_fold - n_states) + (GROUPS,) * n_states
         tops = (WHOLE,) * (n_states * self.saved)
         moving = tuple(k for k, a in zip(fold, self.active, strict=False) if a)
@@ -91,7 +97,7 @@ class FoldMode:
                 return (*fold, *tops, *leaves), moving
 
     def count(self, n_operands: int) -> int:
-        """The number of operands of the fold itself, among all `n_operands`."""
+        """Return the number of operands of the fold itself, among all `n_operands`."""
         return n_operands if self.what == "value" else len(self.active)
 
 
@@ -99,17 +105,17 @@ VALUE = FoldMode()
 
 
 def execute_fold(
-    *args,
-    jaxpr,
+    *args: Array,
+    jaxpr: ClosedJaxpr,
     n_states: int,
     partition: Partition,
-    mesh,
+    mesh: Mesh | None,
     name: str,
     commutative: bool = False,
     mode: FoldMode = VALUE,
-    derivative=None,
-) -> list:
-    """Execution function of `reduce_fold` and of `fold_tree`.
+    derivative: ClosedJaxpr | None = None,
+) -> list[Array]:
+    """Compute a fold, or derivatives of one: `reduce_fold` and `fold_tree`.
 
     `derivative` is the jaxpr of the function's results and their tangents.
     """
@@ -124,7 +130,7 @@ def execute_fold(
         )
     jaxprs = [prepare_for_shard_map(layout, x) for x in jaxprs]
 
-    def body(*args):
+    def body(*args) -> list[Array]:
         *args, first = args
         return _run_device(layout, jaxprs, n_states, mode, args, first[0])
 
@@ -139,15 +145,19 @@ def execute_fold(
 
 
 def fold_of_all(
-    layout: Layout, jaxpr, derivative, n_states: int, mode: FoldMode
-) -> Callable:
+    layout: Layout,
+    jaxpr: ClosedJaxpr,
+    derivative: ClosedJaxpr | None,
+    n_states: int,
+    mode: FoldMode,
+) -> Callable[..., list[Array]]:
     """Make the function that computes a fold from all groups' states, in one place.
 
     It evaluates the tree that the devices of the layout evaluate together.
     """
     jaxprs, k = _jaxprs(jaxpr, derivative, n_states, mode, layout), layout.per_device
 
-    def run(*args):
+    def run(*args: Array) -> list[Array]:
         tree = _Tree(jaxprs, n_states, mode, args)
         n, starts = layout.partition.size, range(0, layout.partition.size, k)
         each = [[y[i : min(i + k, n)] for y in tree.x] for i in starts]
@@ -182,8 +192,14 @@ def fold_of_all(
 # The function, with its derivatives
 
 
-def _jaxprs(jaxpr, derivative, n_states: int, mode: FoldMode, layout: Layout) -> list:
-    """The jaxprs that a mode evaluates: the function, and one of its derivative."""
+def _jaxprs(
+    jaxpr: ClosedJaxpr,
+    derivative: ClosedJaxpr | None,
+    n_states: int,
+    mode: FoldMode,
+    layout: Layout,
+) -> list:
+    """List the jaxprs that a mode evaluates: the function's, and a derivative's."""
     match mode.what:
         case "value":
             return [jaxpr]
@@ -194,7 +210,9 @@ def _jaxprs(jaxpr, derivative, n_states: int, mode: FoldMode, layout: Layout) ->
 
 
 @_compat.weakref_lru_cache
-def _pullback(derivative, n_states: int, mode: FoldMode, layout: Layout):
+def _pullback(
+    derivative: Any, n_states: int, mode: FoldMode, layout: Layout
+) -> ClosedJaxpr:
     """Transpose the tangents of the function: from cotangents of the pushed leaves.
 
     The jaxpr takes what `derivative` takes but the tangents, and these cotangents; it
@@ -215,7 +233,7 @@ def _pullback(derivative, n_states: int, mode: FoldMode, layout: Layout):
     of_tangents = derivative.out_avals[n_states:]
     moves = unknown_out[n_states:]
 
-    def transposed(*values):
+    def transposed(*values: Array) -> list[Array]:
         primals, cts = values[:n], values[n:]
         outs = primal(*primals[:n_known])
         saved = iter(outs[len(outs) - len(computed) :])
@@ -246,7 +264,13 @@ class _Tree:
     Lists of tangents and cotangents have an element for each active leaf.
     """
 
-    def __init__(self, jaxprs: Sequence, n_states: int, mode: FoldMode, args: Sequence):
+    def __init__(
+        self,
+        jaxprs: Sequence[ClosedJaxpr],
+        n_states: int,
+        mode: FoldMode,
+        args: Sequence[Array],
+    ) -> None:
         self.mode, self.n_states = mode, n_states
         self.fn, *others = map(_compat.jaxpr_as_checked_fun, jaxprs)
         # Of the value it is never called.
@@ -266,7 +290,7 @@ class _Tree:
         return list(values[:c]), list(values[c : c + s]), list(values[c + s :])
 
     def tangents(self) -> tuple[list, list, list]:
-        """The tangents of active consts, and of active leaves of first state and x."""
+        """Return tangents of active consts, of active leaves of first state and x."""
         dense = iter(self.extra)
         consts = [next(dense) for active in self.active[0] if active]
         states = []
@@ -277,8 +301,10 @@ class _Tree:
             )
         return consts, *states
 
-    def active_cotangents(self, consts: list, init: list, x: list) -> list:
-        """The cotangents of active operands, of those of active leaves."""
+    def active_cotangents(
+        self, consts: list[Array], init: list[Array], x: list[Array]
+    ) -> list[Array]:
+        """List the cotangents of active operands, from those of active leaves."""
         outs = list(consts)
         for cts, active in ((init, self.active[1]), (x, self.active[2])):
             moving = [a for a, o in zip(active, self.mode.active_out, strict=True) if o]
@@ -290,8 +316,8 @@ class _Tree:
         axes = (None,) * (self.n_consts - self.mode.closed) + (0,) * (2 * self.n_states)
         return list(jax.vmap(self.fn, axes)(*self.consts[self.mode.closed :], *a, *b))
 
-    def push(self, dconsts: list) -> Combine:
-        """The same for states with their tangents, lists `[*state, *tangents]`."""
+    def push(self, dconsts: list[Array]) -> Combine:
+        """Make `combine` for states with tangents, lists `[*state, *tangents]`."""
         mode, s = self.mode, self.n_states
         moves = sum(mode.active_out)
         axes = (
@@ -299,7 +325,7 @@ class _Tree:
             *[None] * len(dconsts), *[0] * (2 * moves),
         )  # fmt: skip
 
-        def combine(a, b):
+        def combine(a: States, b: States) -> States:
             (a, da), (b, db) = (a[:s], a[s:]), (b[:s], b[s:])
             outs = jax.vmap(self.derivative, axes)(
                 *self.consts, *a, *b, *dconsts, *da, *db
@@ -313,8 +339,10 @@ class _Tree:
 
         return combine
 
-    def pull_pairs(self, a: States, b: States, cts: list):
-        """The cotangents of active consts, `[j, *t]`, and of both states of a pair."""
+    def pull_pairs(
+        self, a: States, b: States, cts: list[Array]
+    ) -> tuple[list[Array], list[Array], list[Array]]:
+        """Return cotangents of active consts, `[j, *t]`, of both states of pairs."""
         mode, moves = self.mode, sum(self.mode.active_out)
         pairs = zip(mode.active_out, mode.pushed, strict=True)
         pushed = [p for o, p in pairs if o]
@@ -330,13 +358,15 @@ class _Tree:
             outs[n_consts + moves :],
         )
 
-    def levels(self, x: States, real=None) -> list:
-        """All levels of the balanced tree over k states, from these to the root."""
+    def levels(self, x: States, real: Array | None = None) -> list[States]:
+        """List all levels of the balanced tree over k states, these first."""
         levels = []
         fold_by_tree(self.combine, x, real, levels)
         return levels
 
-    def pull(self, levels: list, cts: list, real=None) -> tuple[list, list]:
+    def pull(
+        self, levels: list[States], cts: list[Array], real: Array | None = None
+    ) -> tuple[list[Array], list[Array]]:
         """Go down a tree: cotangents of active consts, and of the leaves' states."""
         consts = [
             jnp.zeros_like(c)
@@ -367,19 +397,21 @@ class _Tree:
         return consts, cts
 
     def root(self, tops: States) -> States:
-        """The fold of the devices' states after the first state, leaves `[1, *s]`."""
+        """Fold the devices' states after the first state, leaves `[1, *s]`."""
         return self.combine(
             [y[None] for y in self.init], fold_by_tree(self.combine, tops)
         )
 
-    def push_root(self, tops: States, dconsts: list, dinit: list) -> States:
-        """The tangents of the root; the tangents of the tops come after these."""
+    def push_root(
+        self, tops: States, dconsts: list[Array], dinit: list[Array]
+    ) -> States:
+        """Return the tangents of the root; `tops` has those of the tops after these."""
         combine = self.push(dconsts)
         first = [y[None] for y in (*self.init, *dinit)]
         return combine(first, fold_by_tree(combine, tops))[self.n_states :]
 
-    def pull_root(self, tops: States) -> tuple[list, list, list]:
-        """The cotangents of active consts, of the first state, and of the tops."""
+    def pull_root(self, tops: States) -> tuple[list[Array], list[Array], list[Array]]:
+        """Return cotangents of active consts, of the first state, and of the tops."""
         levels = self.levels(tops)
         first = [y[None] for y in self.init]
         above = [ct[None] for ct in self.extra]
@@ -388,11 +420,11 @@ class _Tree:
         return _add(_first(consts), others), _first(init), of_tops
 
 
-def _first(state: Sequence) -> list:
+def _first(state: Sequence[Array]) -> list[Array]:
     return [y[0] for y in state]
 
 
-def _add(xs: Sequence, ys: Sequence) -> list:
+def _add(xs: Sequence[Array], ys: Sequence[Array]) -> list[Array]:
     return [x + y for x, y in zip(xs, ys, strict=True)]
 
 
@@ -401,8 +433,13 @@ def _add(xs: Sequence, ys: Sequence) -> list:
 
 
 def _run_device(
-    layout: Layout, jaxprs, n_states: int, mode: FoldMode, args, first=0
-) -> list:
+    layout: Layout,
+    jaxprs: Sequence[ClosedJaxpr],
+    n_states: int,
+    mode: FoldMode,
+    args: Sequence[Array],
+    first: Array | int = 0,
+) -> list[Array]:
     """Compute a device's share of a fold or of its derivatives; collectives inside.
 
     It is called inside a `shard_map` over the partition's axes, or, on one device,
@@ -458,31 +495,29 @@ def _run_device(
     ]
 
 
-def _sum_devices(layout: Layout, xs: Sequence, varying: frozenset) -> Sequence:
+def _sum_devices(
+    layout: Layout, xs: Sequence[Array], varying: frozenset[str]
+) -> Sequence[Array]:
     """Sum values over the devices, in one all-reduce."""
     if not (xs and layout.axes):
         return xs
     return psum(layout, *(vary(x, varying | set(layout.axes)) for x in xs))
 
 
-def states_of_devices(layout: Layout, own: States, varying, used: int) -> States:
+def states_of_devices(
+    layout: Layout, own: States, varying: frozenset[str], used: int
+) -> States:
     """Collect one state of each device that has groups, by all-gathers.
 
     It is called in the code of one device. It runs one all-gather for each dtype; or
     one for each leaf, if the mesh has axes that are not the partition's and that may
     shard the leaves: Auto ones larger than one, or Explicit ones.
 
-    Args:
-      layout: The layout of the partition, on m devices.
-      own: The leaves of this device's state, `[1, *s]`.
-      varying: The set of the Manual mesh axes over which some operand of the fold
-        varies. Before the all-gather, the leaves are cast to vary over these and the
-        partition's axes.
-      used: The number of devices that have groups: the first ones.
-
-    Returns:
-      The leaves of the states in the order of the devices, `[used, *s]`, the same on
-      all devices. `own` itself if the program runs locally.
+    `own` is this device's state, `[1, *s]`, and `used` the number of devices that have
+    groups, the first ones. The result is `[used, *s]`, in the order of the devices, the
+    same on all of them; `own` itself if the program runs locally. Before the
+    all-gather, the leaves are cast to vary over the partition's axes and over
+    `varying`, the Manual mesh axes over which some operand of the fold varies.
     """
     if not layout.axes:
         return own
@@ -490,13 +525,13 @@ def states_of_devices(layout: Layout, own: States, varying, used: int) -> States
     to = "invarying" if _compat.check_vma() else "varying"
     axes = varying | set(layout.axes)
 
-    def gathered(x):
+    def gathered(x: Array) -> Array:
         if not x.size:
             return jnp.zeros((used, *x.shape[1:]), x.dtype)
         x = lax.all_gather(vary(x, axes), layout.axes, tiled=True, to=to)
         return lax.slice_in_dim(x, 0, used)
 
-    def together(*leaves):
+    def together(*leaves: Array) -> list[Array]:
         ends = np.cumsum([x.size for x in leaves])[:-1]
         flat = lax.concatenate([lax.reshape(x, (1, x.size)) for x in leaves], 1)
         parts = jnp.split(gathered(flat), ends, axis=1)
@@ -510,17 +545,14 @@ def states_of_devices(layout: Layout, own: States, varying, used: int) -> States
     return _by_dtype(together if pack else each, own)
 
 
-def _by_dtype(fn: Callable, leaves: Sequence[jax.Array]) -> States:
+def _by_dtype(
+    fn: Callable[..., Sequence[Array]], leaves: Sequence[jax.Array]
+) -> States:
     """Apply a function of arrays of one dtype to the leaves of each dtype.
 
-    Args:
-      fn: `fn(*leaves)`, which returns a sequence of as many arrays. It is called once
-        for each dtype; for typed random keys, once for each leaf, with the raw data of
-        the keys.
-      leaves: The leaves, of any dtypes.
-
-    Returns:
-      The list of the results, in the order of the leaves.
+    `fn(*leaves)` returns as many arrays; the results are in the order of the leaves. It
+    is called once for each dtype; for typed random keys, once for each leaf, with the
+    raw data of the keys.
     """
     outs: dict[int, jax.Array] = {}
     for dtype in dict.fromkeys(x.dtype for x in leaves):
@@ -539,19 +571,11 @@ def _by_dtype(fn: Callable, leaves: Sequence[jax.Array]) -> States:
 # the first of its slots has one; a node without groups is left out.
 
 
-def _unless_padding(real, new: States, old: States) -> States:
+def _unless_padding(real: Array | None, new: States, old: States) -> States:
     """Select states by slot: new ones where the slot belongs to a group, else old ones.
 
-    A slot is a place for one group on a device.
-
-    Args:
-      real: For each slot whether it belongs to a group, bool `[k]`; else it is padding.
-        None: all do, and `new` is returned.
-      new: Leaves `[k, *s]`.
-      old: Leaves `[k, *s]`.
-
-    Returns:
-      The list of leaves `[k, *s]`.
+    `real`, bool `[k]`, says so for each slot (a place for one group) on a device; if it
+    is None, all do. Leaves are `[k, *s]`.
     """
     if real is None:
         return new
@@ -562,16 +586,16 @@ def _unless_padding(real, new: States, old: States) -> States:
 
 
 def _join(x: States, y: States) -> States:
-    """Concatenate two sequences of states, leaf by leaf: `[j, *s]` and `[k, *s]`.
-
-    Return the list of leaves `[j + k, *s]`, those of `x` first.
-    """
+    """Concatenate two sequences of states, leaf by leaf: `[j, *s]` and `[k, *s]`."""
     pairs = zip(x, y, strict=True)
     return [jnp.concatenate(in_same_sharding(pair)) for pair in pairs]
 
 
 def fold_by_tree(
-    combine: Combine, x: States, real=None, levels: list | None = None
+    combine: Combine,
+    x: States,
+    real: Array | None = None,
+    levels: list[States] | None = None,
 ) -> States:
     """Fold k states by a balanced tree, in their order: leaves `[k, *s]` to `[1, *s]`.
 

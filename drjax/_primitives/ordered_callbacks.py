@@ -9,25 +9,31 @@ Sharp edges: of two callbacks, the first one runs for all groups of a device bef
 second one does. On a mesh, each device has an order of its own.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive
 from jax.interpreters import batching
 
 from drjax import _compat
+from drjax._compat.types import Array, Aval, ClosedJaxpr, Eqn, PyTree
 from drjax._jaxprs.walk import rewrite_equations
 from drjax._primitives import registration
+from drjax._primitives.registration import AxisData
 
 call_in_order_p = registration.new_primitive("call_in_order", multiple_results=True)
 
 
 # Cached, so that lowering a jaxpr twice gives the same object, and later caches hit.
 @_compat.weakref_lru_cache
-def rewrite_ordered_callbacks(jaxpr):
+def rewrite_ordered_callbacks(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     """Replace ordered callbacks by `call_in_order`, at any depth; cached."""
     return rewrite_equations(jaxpr, _rewrite_callback)
 
 
-def _rewrite_callback(eqn) -> list | None:
+def _rewrite_callback(eqn: Eqn) -> list[Eqn] | None:
     """Replace an ordered callback by `call_in_order`; None for other equations."""
     if eqn.primitive.name != "io_callback" or not eqn.params["ordered"]:
         return None
@@ -40,18 +46,29 @@ def _rewrite_callback(eqn) -> list | None:
     return [eqn.replace(primitive=call_in_order_p, params=params)]
 
 
-def _call(*args, call, options, avals, called):
+def _call(
+    *args: Array,
+    call: Primitive,
+    options: tuple[tuple[str, Any], ...],
+    avals: tuple[Aval, ...],
+    called: frozenset,
+) -> Sequence[Array]:
     return call.bind(*args, **dict(options))
 
 
-def _batch(axis_data, args, dims, **params):
+def _batch(
+    axis_data: AxisData,
+    args: Sequence[Array],
+    dims: Sequence[int | None],
+    **params: Any,
+) -> tuple[Sequence[Array], list[int]]:
     """Batching rule of `call_in_order`: one call after the other."""
     batched = [
         None if d is None else _compat.moveaxis(x, d, 0)
         for x, d in zip(args, dims, strict=True)
     ]
 
-    def one(step, slices):
+    def one(step: None, slices: PyTree) -> tuple[None, Sequence[Array]]:
         _, slices = slices
         pairs = zip(args, slices, strict=True)
         args_of_one = [x if s is None else s for x, s in pairs]

@@ -19,6 +19,7 @@ equation outside a map has no value, and its execution rule asserts that.
 """
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +28,19 @@ from jax import lax
 from jax.interpreters import batching
 
 from drjax import _compat
+from drjax._compat.types import (
+    Array,
+    Aval,
+    ClosedJaxpr,
+    DeviceArray,
+    Eqn,
+    Mesh,
+    PartitionedArray,
+)
 from drjax._jaxprs import walk
 from drjax._partition import Partition
 from drjax._primitives import registration
+from drjax._primitives.registration import AxisData
 from drjax._sharding.avals import index_aval, partitioned_aval
 from drjax._sharding.execute import all_group_indices, shard_map_over_devices, vary
 from drjax._sharding.layout import Layout, make_layout
@@ -44,11 +55,8 @@ class GroupAxis:
 
     JAX passes it to batching rules. That of `partition_index` compares its partition
     with that of the equation, so that the vmap of a nested program gives no index of
-    the outer partition. No name in users' code is equal to it.
-
-    Attributes:
-      partition: The `Partition` whose groups the vmap maps over.
-      mesh: The mesh of its layout, a `Mesh` or an `AbstractMesh`, or None.
+    the outer partition. No name in users' code is equal to it. `mesh` is that of the
+    layout, or None.
     """
 
     partition: Partition
@@ -57,13 +65,13 @@ class GroupAxis:
 
 # Cached, so that lowering a jaxpr twice gives the same object, and later caches hit.
 @_compat.weakref_lru_cache
-def with_index_of_device(jaxpr, layout: Layout):
+def with_index_of_device(jaxpr: ClosedJaxpr, layout: Layout) -> ClosedJaxpr:
     """Replace the index of the only group of a device, in the jaxpr of that group.
 
     The jaxpr has the types of a device's code. One without the index is returned.
     """
 
-    def rule(eqn) -> list | None:
+    def rule(eqn: Eqn) -> list[Eqn] | None:
         if eqn.params.get("partition") != layout.partition:
             return None
         if eqn.primitive is partition_index_p and eqn.params["per_group"]:
@@ -73,7 +81,7 @@ def with_index_of_device(jaxpr, layout: Layout):
     return walk.rewrite_equations(jaxpr, rule)
 
 
-def _index_equations(eqn, layout: Layout) -> list:
+def _index_equations(eqn: Eqn, layout: Layout) -> list[Eqn]:
     """Make the equations that compute the index `eqn` from the device's position."""
     sizes = dict(layout.mesh.shape_tuple) if layout.mesh is not None else {}
     with eqn.ctx.manager:
@@ -92,56 +100,51 @@ def _index_equations(eqn, layout: Layout) -> list:
     ]
 
 
-def execute_partition_index(*, partition, mesh, per_group):
-    """Execution function of `partition_index` in a program: compute all group indices.
+def execute_partition_index(
+    *, partition: Partition, mesh: Mesh | None, per_group: bool
+) -> PartitionedArray:
+    """Compute all group indices of a program, 0 to n - 1, int32 `[n]`.
 
-    Args:
-      partition: The `Partition`, of n groups.
-      mesh: The mesh, or None: the program runs locally.
-      per_group: Has to be False. An equation in a mapped function has True there; its
-        value comes from the batching rule, and it is never executed.
-
-    Returns:
-      The group indices 0 to n - 1, a partitioned value, int32 `[n]`.
+    `per_group` has to be False. In a mapped function it is True; the value there comes
+    from the batching rule, and the equation is never executed.
     """
     assert not per_group, "a group's index exists only inside a mapped function"
     layout = make_layout(partition, mesh)
 
-    def body(indices):
+    def body(indices: DeviceArray) -> list[DeviceArray]:
         return [vary(indices, layout.axes)]
 
     return shard_map_over_devices(layout, body, [], [], [True], with_indices=True)[0]
 
 
-def _partition_index_abstract_eval(*, partition, mesh, per_group):
+def _partition_index_abstract_eval(
+    *, partition: Partition, mesh: Mesh | None, per_group: bool
+) -> Aval:
     if per_group:
         return index_aval()
     return partitioned_aval(index_aval(), make_layout(partition, mesh))
 
 
-def _partition_index_batch(axis_data, args, dims, *, partition, mesh, per_group):
+def _partition_index_batch(
+    axis_data: AxisData,
+    args: Sequence[Array],
+    dims: Sequence,
+    *,
+    partition: Partition,
+    mesh: Mesh | None,
+    per_group: bool,
+) -> tuple[Array, int | None]:
     """Batching rule of `partition_index`: under a vmap over groups, it gives indices.
 
     The vmap is over the groups of the equation if its axis name is a `GroupAxis` with
-    an equal partition. Under any other vmap, and if `per_group` is False, the equation
-    is bound again without a batch dimension, as its value is the same for the whole
-    batch.
+    an equal partition. Its size is a number of slots (places for one group): of all
+    devices, of one device, or fewer. Returns the group index of each slot, int32
+    `[slots]`, and 0. A padded slot has the index of the group whose slices it holds
+    copies of: group 0 if the vmap is over the slots of all devices, else the first
+    group of its device.
 
-    Args:
-      axis_data: JAX's `AxisData` of the vmap, of which the name and the size are read.
-        The size of a vmap over groups is a number of slots (places for one group): of
-        all devices, of one device, or fewer.
-      args: The operands: none.
-      dims: The batch dimensions of the operands: none.
-      partition: The `Partition` of the equation.
-      mesh: The mesh of the equation, or None.
-      per_group: Whether the equation is in a mapped function.
-
-    Returns:
-      Under a vmap over the groups `(indices, 0)`: the group index of each slot, int32
-      `[slots]`. A padded slot has the index of the group whose slices it holds copies
-      of: group 0 if the vmap is over the slots of all devices, else the first group of
-      its device. Otherwise `(index, None)`, the result of the equation bound again.
+    Under any other vmap, and if `per_group` is False, the equation is bound again
+    without a batch dimension, as its value is the same for the whole batch.
     """
     axis = axis_data.name
     if per_group and isinstance(axis, GroupAxis) and axis.partition == partition:
