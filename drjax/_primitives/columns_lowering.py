@@ -59,16 +59,7 @@ def execute_columns(
     mesh: Mesh | None,
     name: str,
 ) -> list[Array]:
-    """Apply a jaxpr to each coordinate, an index into the shape `s`, or `coordinates`.
-
-    The kind of an operand or result says its shape, and what the jaxpr takes or returns
-    for one coordinate:
-
-        "groups"       `[n, *s, *t]`  a column `[n, *t]`, the elements of all groups
-        "coordinates"  `[*s, *t]`     the element `[*t]` of this coordinate
-        "whole"        `[*t]`         an operand: the same `[*t]` for all coordinates
-                                      a result: `[*t]`, of which the sum is returned
-    """
+    """Apply a jaxpr to each coordinate; `map_columns.py` describes the kinds."""
     layout = make_layout(partition, mesh)
     shape, kinds = tuple(coordinates), (kinds_in, kinds_out)
     if lowers_by_vmap(layout, jaxpr):

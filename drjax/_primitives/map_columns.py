@@ -30,20 +30,26 @@ sends x twice, as values and tangents are two equations.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from jax.interpreters import ad, batching
 
 from drjax import _compat
+from drjax._compat import UndefinedPrimal
+from drjax._compat.types import Array, Aval, ClosedJaxpr, Eqn, Flags, Mesh
+from drjax._partition import Partition
 from drjax._primitives import registration
 from drjax._primitives.collectives import check_transposable
 from drjax._primitives.columns_lowering import (
     COORDINATES,
     GROUPS,
     WHOLE,
+    Kinds,
     execute_columns,
 )
 from drjax._primitives.map_fn import group_context
+from drjax._primitives.registration import AxisData, Tangent
 from drjax._sharding.avals import column_aval, columns_aval
 from drjax._sharding.execute import with_sharding_of
 from drjax._sharding.layout import Layout, make_layout
@@ -52,44 +58,30 @@ map_columns_p = registration.new_primitive("map_columns", multiple_results=True)
 
 
 @contextlib.contextmanager
-def column_context(layout: Layout):
+def column_context(layout: Layout) -> Iterator[None]:
     """Context manager in which the function of one coordinate is traced or transformed.
-
-    A coordinate is a position in a group's slice; its column is the n numbers that the
-    groups have there. `map_columns` maps one function over all coordinates.
 
     It enters `group_context`, in which building blocks know that they are inside a map
     over the partition, and turns varying-manual-axes types off. With them, the
     transpose of what all coordinates share would be an all-reduce for each coordinate.
-    The context manager yields None.
-
-    Args:
-      layout: The layout of the partition.
     """
     with group_context(layout), _compat.without_vma():
         yield
 
 
-def trace_column(fn, avals, kinds, coordinates, layout: Layout, name: str):
-    """Trace a function of one coordinate to a jaxpr.
+def trace_column(
+    fn: Callable[..., Sequence[Array]],
+    avals: Sequence[Aval],
+    kinds: Kinds,
+    coordinates: tuple[int, ...],
+    layout: Layout,
+    name: str,
+) -> tuple[ClosedJaxpr, list[Array]]:
+    """Trace a function of one coordinate, of flat sequences of arrays, to a jaxpr.
 
-    The kind of an operand is "groups" if it is partitioned, `[n, *s, *t]` for
-    coordinates of the shape `s`; "coordinates" if it is a global value `[*s, *t]`;
-    "whole" if all coordinates share it, `[*t]`.
-
-    Args:
-      fn: Takes and returns flat sequences of arrays: for an operand of the kind
-        "groups" a column `[n, *t]`, the elements of all groups at the coordinate; else
-        `[*t]`.
-      avals: The types of the operands, for all coordinates.
-      kinds: For each operand its kind.
-      coordinates: The shape `s` of the coordinates, a tuple.
-      layout: The layout of the partition.
-      name: The name of the function, for debug information.
-
-    Returns:
-      `(jaxpr, consts)`: a closed jaxpr without constants, and the list of the arrays
-      and tracers that `fn` closes over. The jaxpr takes `consts` as its first inputs.
+    `avals` are the types of the operands for all coordinates. Returns a closed jaxpr
+    without constants, and the arrays and tracers that `fn` closes over: the jaxpr takes
+    these as its first inputs.
     """
     with column_context(layout):
         skip = {GROUPS: len(coordinates), COORDINATES: len(coordinates), WHOLE: 0}
@@ -105,19 +97,14 @@ def trace_column(fn, avals, kinds, coordinates, layout: Layout, name: str):
 
 
 def types_of_columns(
-    *avals, jaxpr, kinds_out, coordinates, partition, mesh, **_
-) -> list:
-    """Abstract evaluation of `map_columns`: the types of its results.
-
-    Args:
-      *avals: The types of the operands.
-      jaxpr: The closed jaxpr of one coordinate.
-      kinds_out: For each result its kind: "groups", "coordinates" or "whole".
-      coordinates: The shape of the coordinates, a tuple.
-      partition: The `Partition`, of n groups.
-      mesh: The mesh, or None.
-      **_: The further parameters, ignored.
-    """
+    *avals: Aval,
+    jaxpr: ClosedJaxpr,
+    kinds_out: Kinds,
+    coordinates: tuple[int, ...],
+    partition: Partition,
+    mesh: Mesh | None,
+    **_: Any,
+) -> list[Aval]:
     layout = make_layout(partition, mesh)
     varying = frozenset[str]().union(*map(_compat.varying, avals))
     shapes = {
@@ -135,24 +122,22 @@ def types_of_columns(
 # Derivatives
 
 
-def _bind_live(jaxpr, used_outputs: Sequence[bool], args, kinds_in, **params) -> list:
+def _bind_live(
+    jaxpr: ClosedJaxpr,
+    used_outputs: Flags,
+    args: Sequence[Array],
+    kinds_in: Kinds,
+    **params: Any,
+) -> list[Array]:
     """Bind `map_columns` for a jaxpr without what its unused results need.
 
     It is for jaxprs of derivatives. Dead code of the jaxpr is eliminated, and operands
-    that only dead code uses are left out.
+    that only dead code uses are left out. The jaxpr may have constants, as users'
+    derivative rules close over arrays: they become operands of the kind "whole".
 
-    Args:
-      jaxpr: The closed jaxpr of one coordinate, perhaps with constants: users'
-        derivative rules close over arrays. These become operands of the kind "whole",
-        which all coordinates share.
-      used_outputs: For each result of the jaxpr whether to compute it.
-      args: Its operands, for all coordinates.
-      kinds_in: For each operand its kind: "groups", "coordinates" or "whole".
-      **params: The parameters `kinds_out`, with the kinds of the used results only,
-        `coordinates`, `partition`, `mesh` and `name` of the equation.
-
-    Returns:
-      The list of the used results. If none is used, nothing is bound, and it is [].
+    `used_outputs` says for each result of the jaxpr whether to compute it; the kinds in
+    `params` are those of the used results, which are returned. If none is used, nothing
+    is bound.
     """
     if not any(used_outputs):
         return []
@@ -167,24 +152,15 @@ def _bind_live(jaxpr, used_outputs: Sequence[bool], args, kinds_in, **params) ->
 
 # y_c = f(x_c), dy_c = Df(x_c) dx_c. Two equations, so that the second is linear in dx,
 # and a partial evaluation that knows x knows y.
-def _jvp(primals, tangents, *, jaxpr, kinds_in, kinds_out, **params):
-    """JVP rule of `map_columns`: an equation for the results, and one for the tangents.
-
-    The kind of an operand or result is "groups" if it is partitioned, `[n, *s, *t]` for
-    coordinates of the shape `s`; "coordinates" if it is a global value `[*s, *t]`;
-    "whole" if it is `[*t]` for all coordinates.
-
-    Args:
-      primals: The operands.
-      tangents: For each operand its tangent, of the same kind, or a symbolic zero.
-      jaxpr: The closed jaxpr of one coordinate.
-      kinds_in: For each operand its kind, a tuple.
-      kinds_out: For each result its kind, a tuple.
-      **params: The parameters `coordinates`, `partition`, `mesh` and `name`.
-
-    Returns:
-      `(results, tangents)`, two lists; a tangent may be a symbolic zero.
-    """
+def _jvp(
+    primals: Sequence[Array],
+    tangents: Sequence[Tangent],
+    *,
+    jaxpr: ClosedJaxpr,
+    kinds_in: Kinds,
+    kinds_out: Kinds,
+    **params: Any,
+) -> tuple[Sequence[Array], Sequence[Tangent]]:
     outs = map_columns_p.bind(
         *primals, jaxpr=jaxpr, kinds_in=kinds_in, kinds_out=kinds_out, **params
     )
@@ -196,26 +172,20 @@ def _jvp(primals, tangents, *, jaxpr, kinds_in, kinds_out, **params):
 
 
 def tangents_of_columns(
-    primals, tangents, avals, *, jaxpr, kinds_in, kinds_out, **params
-) -> list:
+    primals: Sequence[Array],
+    tangents: Sequence[Tangent],
+    avals: Sequence[Aval],
+    *,
+    jaxpr: ClosedJaxpr,
+    kinds_in: Kinds,
+    kinds_out: Kinds,
+    **params: Any,
+) -> list[Tangent]:
     """Compute the tangents of a `map_columns` equation, without its results.
 
     It binds one `map_columns` equation for the derivative of the jaxpr of one
-    coordinate; none if all tangents are symbolic zeros.
-
-    Args:
-      primals: The operands of the equation.
-      tangents: For each operand its tangent, of the same kind, or a symbolic zero.
-      avals: The types of the results of the equation.
-      jaxpr: The closed jaxpr of one coordinate.
-      kinds_in: For each operand its kind, a tuple: "groups" (partitioned, `[n, *s, *t]`
-        for coordinates of the shape `s`), "coordinates" (global, `[*s, *t]`) or "whole"
-        (`[*t]` for all coordinates).
-      kinds_out: For each result its kind, a tuple.
-      **params: The parameters `coordinates`, `partition`, `mesh` and `name`.
-
-    Returns:
-      The list of tangents, one for each result; a tangent may be a symbolic zero.
+    coordinate; none if all tangents are symbolic zeros. `avals` are the types of the
+    results of the equation, and `params` are its other parameters.
     """
     nonzeros = [type(t) is not _compat.Zero for t in tangents]
     layout = make_layout(params["partition"], params["mesh"])
@@ -237,30 +207,15 @@ def tangents_of_columns(
 
 # sum_c <L_c dx_c, ct_c> = sum_c <dx_c, L_c^T ct_c>: each coordinate has its transpose.
 # If dx is whole, this is <dx, sum_c L_c^T ct_c>; if a result is, ct_c = ct for all c.
-def _transpose(cts, *args, jaxpr, kinds_in, kinds_out, **params):
-    """Transpose rule of `map_columns`: one equation, for all linear operands.
-
-    A value and its cotangent have the same kind: "groups" (partitioned, `[n, *s, *t]`
-    for coordinates of the shape `s`), "coordinates" (global, `[*s, *t]`) or "whole"
-    (`[*t]` for all coordinates; the cotangent of such an operand is a sum over the
-    coordinates).
-
-    Args:
-      cts: For each result its cotangent, or a symbolic zero.
-      *args: The operands: an `UndefinedPrimal` for those in which the jaxpr is linear.
-      jaxpr: The closed jaxpr of one coordinate.
-      kinds_in: For each operand its kind, a tuple.
-      kinds_out: For each result its kind, a tuple.
-      **params: The parameters `coordinates`, `partition`, `mesh` and `name`.
-
-    Returns:
-      A list with an element for each operand: for a linear one its cotangent, or a
-      symbolic zero; for any other one None.
-
-    Raises:
-      MeshError: It runs inside a user's `shard_map(check_vma=False)` over the
-        partition's axes, where cotangents are ambiguous.
-    """
+def _transpose(
+    cts: Sequence[Tangent],
+    *args: Array | UndefinedPrimal,
+    jaxpr: ClosedJaxpr,
+    kinds_in: Kinds,
+    kinds_out: Kinds,
+    **params: Any,
+) -> list[Tangent | None]:
+    """Transpose by one equation, for all linear operands."""
     layout = make_layout(params["partition"], params["mesh"])
     check_transposable(layout)
     linear = tuple(ad.is_undefined_primal(x) for x in args)
@@ -291,26 +246,25 @@ def _transpose(cts, *args, jaxpr, kinds_in, kinds_out, **params):
 
 # Cached: an eager backward pass transposes the same jaxpr at each step of training.
 @_compat.weakref_lru_cache
-def _transpose_jaxpr(jaxpr, linear, nonzero, avals, kinds, coordinates, layout):
-    """Transpose the jaxpr of one coordinate in its linear inputs; cached.
+def _transpose_jaxpr(
+    jaxpr: ClosedJaxpr,
+    linear: tuple[bool, ...],
+    nonzero: tuple[bool, ...],
+    avals: tuple[Aval, ...],
+    kinds: tuple[str, ...],
+    coordinates: tuple[int, ...],
+    layout: Layout,
+) -> tuple[ClosedJaxpr, tuple[Array, ...], tuple[bool, ...]]:
+    """Transpose the jaxpr of one coordinate in its `linear` inputs; cached.
 
-    Args:
-      jaxpr: The closed jaxpr of one coordinate.
-      linear: For each input whether the jaxpr is linear in it, a tuple of bools. The
-        other inputs are residuals, which the transposed jaxpr takes, too.
-      nonzero: For each result whether its cotangent is not a symbolic zero, a tuple.
-      avals: The types of the residuals, and then of the nonzero cotangents of results,
-        for all coordinates; a tuple.
-      kinds: For each of these its kind, a tuple: "groups", "coordinates" or "whole".
-      coordinates: The shape of the coordinates, a tuple.
-      layout: The layout of the partition.
+    The other inputs are residuals. `nonzero` says for each result whether its cotangent
+    is no symbolic zero; `avals` and `kinds` are those of the residuals and then of
+    these cotangents, for all coordinates.
 
-    Returns:
-      `(transposed, consts, nonzero_in)`: the transposed jaxpr, closed; the tuple of
-      values that it closes over; and for each linear input whether its cotangent is not
-      a symbolic zero, a tuple of bools. The transposed jaxpr takes `consts`, the
-      residuals and the nonzero cotangents; it returns the nonzero cotangents of linear
-      inputs.
+    Returns the closed jaxpr; the values that it closes over; and for each linear input
+    whether its cotangent is no symbolic zero. The jaxpr takes these values, the
+    residuals and the nonzero cotangents; it returns the nonzero cotangents of linear
+    inputs.
     """
     # The jaxpr of a tangent computes what it needs of the primals, which is not linear.
     with column_context(layout):
@@ -326,7 +280,7 @@ def _transpose_jaxpr(jaxpr, linear, nonzero, avals, kinds, coordinates, layout):
     dropped = [not u for nz, u in zip(nonzero, unknown_out, strict=True) if nz]
     primal, n_known = _compat.jaxpr_as_fun(known), len(known.in_avals)
 
-    def transposed(*values):
+    def transposed(*values: Array) -> list[Array]:
         outs = primal(*values[:n_known])
         saved = iter(outs[len(outs) - len(computed) :])
         residuals = [next(saved) if i is None else values[i] for i in forwarded]
@@ -344,18 +298,8 @@ def _transpose_jaxpr(jaxpr, linear, nonzero, avals, kinds, coordinates, layout):
 # Dead-code elimination and batching
 
 
-def _dce(used_outputs, eqn):
-    """Dead-code elimination rule of `map_columns`, also for dead code of its jaxpr.
-
-    Args:
-      used_outputs: For each result of the equation whether it is used.
-      eqn: The equation, which is not changed.
-
-    Returns:
-      `(used_inputs, new_eqn)`: for each operand of `eqn` whether the new equation takes
-      it; and the new equation, with the used operands and results only. `new_eqn` is
-      None if no result is used.
-    """
+def _dce(used_outputs: list[bool], eqn: Eqn) -> tuple[list[bool], Eqn | None]:
+    """Eliminate dead code of the equation, and of its jaxpr."""
     if not any(used_outputs):
         return [False] * len(eqn.invars), None
     jaxpr, used_inputs = _compat.dce_jaxpr(eqn.params["jaxpr"], used_outputs)
@@ -372,27 +316,22 @@ def _dce(used_outputs, eqn):
     )
 
 
-def _batch(axis_data, args, dims, *, jaxpr, kinds_in, kinds_out, coordinates, **params):
-    """Batching rule of `map_columns`: batch the jaxpr of one coordinate.
+def _batch(
+    axis_data: AxisData,
+    args: Sequence[Array],
+    dims: Sequence[int | None],
+    *,
+    jaxpr: ClosedJaxpr,
+    kinds_in: Kinds,
+    kinds_out: Kinds,
+    coordinates: tuple[int, ...],
+    **params: Any,
+) -> tuple[Sequence[Array], list[int | None]]:
+    """Batch the jaxpr of one coordinate.
 
-    The kind of an operand or result is "groups" if it is partitioned, `[n, *s, *t]` for
-    coordinates of the shape `s`; "coordinates" if it is a global value `[*s, *t]`;
-    "whole" if it is `[*t]` for all coordinates. The batch dimension goes behind `n` and
-    `s`, as the first one of `t`. An operand without a batch dimension stays without
-    one: it is neither copied nor communicated for each element of the batch.
-
-    Args:
-      axis_data: JAX's `AxisData` of the vmap: its size and name.
-      args: The operands; a batched one has a batch dimension inserted.
-      dims: For each operand its batch dimension, or None.
-      jaxpr: The closed jaxpr of one coordinate.
-      kinds_in: For each operand its kind, a tuple.
-      kinds_out: For each result its kind, a tuple.
-      coordinates: The shape `s` of the coordinates, a tuple.
-      **params: The parameters `partition`, `mesh` and `name`.
-
-    Returns:
-      `(results, dims)`: the list of results, and for each its batch dimension, or None.
+    The batch dimension goes behind n and the coordinates, as the first one of `t`. An
+    operand without a batch dimension stays without one: it is neither copied nor
+    communicated for each element of the batch.
     """
     shift = {GROUPS: len(coordinates), COORDINATES: len(coordinates), WHOLE: 0}
     lead = {GROUPS: 1, COORDINATES: 0, WHOLE: 0}
@@ -429,24 +368,16 @@ def _batch(axis_data, args, dims, *, jaxpr, kinds_in, kinds_out, coordinates, **
 
 
 @_compat.weakref_lru_cache
-def _groups_first(jaxpr, low: tuple[bool, ...]):
+def _groups_first(jaxpr: ClosedJaxpr, low: tuple[bool, ...]) -> ClosedJaxpr:
     """Move the batch dimension of some results behind their group axis; cached.
 
     Batching may put the batch dimension of a result at axis 0, but a column `[n, *t]`,
-    the elements of all groups at one coordinate, needs its group axis there.
-
-    Args:
-      jaxpr: The closed, batched jaxpr of one coordinate, without constants.
-      low: For each result whether its batch dimension is at axis 0, before the group
-        axis, so that the two change places.
-
-    Returns:
-      A closed jaxpr with the same inputs and results as `jaxpr`, but for the order of
-      these axes.
+    the elements of all groups at one coordinate, needs its group axis there. `low` says
+    for which results the two change places.
     """
     fn = _compat.jaxpr_as_fun(jaxpr)
 
-    def moved(*args):
+    def moved(*args: Array) -> list[Array]:
         pairs = zip(fn(*args), low, strict=True)
         return [_compat.moveaxis(y, 0, 1) if is_low else y for y, is_low in pairs]
 

@@ -30,19 +30,35 @@ through it.
 
 import contextlib
 import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad, batching
+from jax.interpreters.partial_eval import JaxprTracer
 
 from drjax import _compat
-from drjax._compat import retype_mesh
+from drjax._compat import UndefinedPrimal, retype_mesh
+from drjax._compat.types import (
+    Array,
+    Aval,
+    ClosedJaxpr,
+    Eqn,
+    Flags,
+    GlobalArray,
+    Mesh,
+    Params,
+    PartitionedArray,
+)
 from drjax._context import enter_mapped, leaves_groups_out
+from drjax._partition import Partition
 from drjax._primitives import fused_lowering, registration
 from drjax._primitives.collectives import broadcast_p
 from drjax._primitives.map_lowering import run_groups
 from drjax._primitives.partition_index import GroupAxis
+from drjax._primitives.registration import AxisData, Residuals, Tangent
 from drjax._sharding.avals import group_aval, partitioned_aval
 from drjax._sharding.execute import with_sharding_of
 from drjax._sharding.layout import Layout, axes_of_groups, make_layout
@@ -51,16 +67,12 @@ map_fn_p = registration.new_primitive("map_fn", multiple_results=True)
 
 
 @contextlib.contextmanager
-def group_context(layout: Layout):
+def group_context(layout: Layout) -> Iterator[None]:
     """Context manager in which the code of one group is traced or transformed.
 
     In it, building blocks know that they are inside a map over this partition, types
     are on the mesh of the layout, and the derivative of a `shard_map` inside the
-    group's code does not sum over the partition's mesh axes. The context manager yields
-    None.
-
-    Args:
-      layout: The layout of the partition: how its groups lie on the devices of a mesh.
+    group's code does not sum over the partition's mesh axes.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(enter_mapped(layout.partition))
@@ -70,37 +82,31 @@ def group_context(layout: Layout):
         yield
 
 
-def trace_group(fn, avals, layout: Layout, name: str):
-    """Trace a function of one group to a jaxpr.
+def trace_group(
+    fn: Callable[..., Sequence[Array]], avals: Sequence[Aval], layout: Layout, name: str
+) -> tuple[ClosedJaxpr, list[Array]]:
+    """Trace a function of one group, of flat sequences of arrays `[*s]`, to a jaxpr.
 
-    Args:
-      fn: Takes and returns flat sequences of per-group arrays, `[*s]`.
-      avals: Types of the partitioned operands, `[n, *s]`; `fn` sees those of one group.
-      layout: The layout of the partition.
-      name: The name of the function, for debug information.
-
-    Returns:
-      `(jaxpr, consts)`: a closed jaxpr without constants, and the list of the arrays
-      and tracers that `fn` closes over. The jaxpr takes `consts` as its first inputs.
+    `avals` are the types of the partitioned operands, `[n, *s]`. Returns a closed jaxpr
+    without constants, and the arrays and tracers that `fn` closes over: the jaxpr takes
+    these as its first inputs.
     """
     with group_context(layout):
         avals = [group_aval(aval, layout) for aval in avals]
         return _compat.trace_to_jaxpr(fn, avals, name)
 
 
-def map_slices(fn, *args, partition, mesh):
+def map_slices(
+    fn: Callable[..., Array],
+    *args: PartitionedArray,
+    partition: Partition,
+    mesh: Mesh | None,
+) -> PartitionedArray:
     """Bind `map_fn` for a function of arrays with one result, for use in rules.
 
-    Args:
-      fn: The function of one group, from arrays `[*s]` to one array `[*t]`. It closes
-        over no arrays. Its trace is cached by the function object, so it must be
-        defined in a module, not made at each call.
-      *args: Partitioned values, `[n, *s]`, the operands of the map.
-      partition: The `Partition`, of n groups.
-      mesh: The mesh, or None: the program runs locally.
-
-    Returns:
-      The result, partitioned, `[n, *t]`.
+    `fn` is a function of one group, from arrays `[*s]` to one array `[*t]`. It closes
+    over no arrays. Its trace is cached by the function object, so it must be defined in
+    a module, not made at each call.
     """
     avals = tuple(_compat.typeof(x) for x in args)
     jaxpr = _trace_slices(fn, avals, make_layout(partition, mesh))
@@ -111,26 +117,18 @@ def map_slices(fn, *args, partition, mesh):
 
 
 @_compat.cache()
-def _trace_slices(fn, avals, layout):
-    """Trace a function of one group to a jaxpr; cached by function, types and layout.
-
-    Args:
-      fn: From arrays `[*s]` to one array `[*t]`. It closes over no arrays, and is
-        defined in a module: a lambda made in a rule would never hit the cache.
-      avals: The types of the partitioned operands, `[n, *s]`, a tuple.
-      layout: The layout of the partition.
-
-    Returns:
-      The closed jaxpr of one group, with one result.
-    """
+def _trace_slices(
+    fn: Callable[..., Array], avals: tuple[Aval, ...], layout: Layout
+) -> ClosedJaxpr:
+    """Trace the function of one group of `map_slices` to a jaxpr; cached."""
     jaxpr, _ = trace_group(lambda *xs: [fn(*xs)], avals, layout, _name(fn))
     return jaxpr
 
 
-def _name(fn) -> str:
-    """The name of a function for printed equations, without underscores at its ends.
+def _name(fn: Callable) -> str:
+    """Return the name of a function, or of its class, for printed equations.
 
-    For a callable without `__name__` it is the name of its class.
+    Underscores at its ends are left out.
     """
     return getattr(fn, "__name__", type(fn).__name__).strip("_")
 
@@ -139,40 +137,27 @@ def _name(fn) -> str:
 # Types and execution
 
 
-def _abstract_eval(*avals, jaxpr, partition, mesh, name):
-    """Abstract evaluation rule of `map_fn`: compute the types of its results.
-
-    Args:
-      *avals: The types of the operands, `[n, *s]`, ignored: the jaxpr has those of one
-        group.
-      jaxpr: The closed jaxpr of one group.
-      partition: The `Partition`, of n groups.
-      mesh: The mesh, or None.
-      name: The name of the mapped function, ignored.
-
-    Returns:
-      `(types, effects)`: the list of the types of the results, `[n, *t]`, and the set
-      of effects of the jaxpr, which the equation has, too.
-    """
+def _abstract_eval(
+    *avals: Aval, jaxpr: ClosedJaxpr, partition: Partition, mesh: Mesh | None, name: str
+) -> tuple[list[Aval], frozenset]:
+    """Return the types of the results, and the effects of the jaxpr."""
     layout = make_layout(partition, mesh)
     outs = [partitioned_aval(aval, layout) for aval in jaxpr.out_avals]
     return outs, _compat.effects_of(jaxpr)
 
 
-def execute_map(*args, jaxpr, partition, mesh, name, shared=None):
-    """Execution function of `map_fn`: apply a per-group jaxpr to each group's slices.
+def execute_map(
+    *args: Array,
+    jaxpr: ClosedJaxpr,
+    partition: Partition,
+    mesh: Mesh | None,
+    name: str,
+    shared: Flags | None = None,
+) -> list[PartitionedArray]:
+    """Apply a per-group jaxpr to each group's slices.
 
-    Args:
-      *args: The operands, `[n, *s]`.
-      jaxpr: The closed jaxpr of one group.
-      partition: The `Partition`, of n groups.
-      mesh: The mesh, or None: the program runs locally.
-      name: The name of the mapped function, ignored.
-      shared: For each operand whether it is global, `[*s]`, the same for each group;
-        None: no operand is.
-
-    Returns:
-      The list of results, `[n, *t]`.
+    `shared` says for each operand whether it is global, `[*s]`, the same for each
+    group; None: no operand is.
     """
     partitioned_in = [True] * len(args) if shared is None else [not s for s in shared]
     return run_groups(make_layout(partition, mesh), jaxpr, args, partitioned_in)
@@ -182,33 +167,17 @@ def execute_map(*args, jaxpr, partition, mesh, name, shared=None):
 # Derivatives
 
 
-def _outer_avals(jaxpr, params):
-    """Compute the types of the results of a map, `[n, *t]`, from its per-group jaxpr.
-
-    Args:
-      jaxpr: The closed jaxpr of one group.
-      params: A mapping with the parameters `partition` and `mesh` of the equation.
-
-    Returns:
-      The list of types.
-    """
+def _outer_avals(jaxpr: ClosedJaxpr, params: Params) -> list[Aval]:
+    """List the types of a map's results, `[n, *t]`, from its per-group jaxpr."""
     layout = make_layout(params["partition"], params["mesh"])
     return [partitioned_aval(aval, layout) for aval in jaxpr.out_avals]
 
 
-def _bind(jaxpr, args, **params):
+def _bind(jaxpr: ClosedJaxpr, args: Sequence, **params: Any) -> list[PartitionedArray]:
     """Bind `map_fn` for the jaxpr of a derivative, which may have constants.
 
     Users' derivative rules close over arrays, which are constants of the jaxpr. They
     are broadcast to all groups, and become the first operands of the map.
-
-    Args:
-      jaxpr: The closed jaxpr of one group, perhaps with constants.
-      args: Its operands, partitioned, `[n, *s]`, a sequence.
-      **params: The parameters `partition`, `mesh` and `name` of the equation.
-
-    Returns:
-      The list of results, `[n, *t]`.
     """
     jaxpr, consts = _compat.without_consts(jaxpr)
     return map_fn_p.bind(
@@ -216,38 +185,26 @@ def _bind(jaxpr, args, **params):
     )
 
 
-def broadcast_consts(consts, *, partition, mesh, name):
+def broadcast_consts(
+    consts: Sequence[GlobalArray], *, partition: Partition, mesh: Mesh | None, name: str
+) -> list[PartitionedArray]:
     """Broadcast the global values that a function of one group closed over.
 
-    They become operands of a map, as its jaxpr has no constants.
-
-    Args:
-      consts: The values, arrays or tracers `[*s]`.
-      partition: The `Partition`, of n groups.
-      mesh: The mesh, or None: the program runs locally.
-      name: The name of the map, ignored: callers pass the map's parameters.
-
-    Returns:
-      The list of broadcast values, `[n, *s]`.
+    They become operands of a map, as its jaxpr has no constants. The keywords are the
+    parameters of the map.
     """
     return [broadcast_p.bind(c, partition=partition, mesh=mesh) for c in consts]
 
 
 # (y_i, dy_i) = (f(x_i), Df(x_i) dx_i): one map, so that what y_i and dy_i share is
 # computed once. Symbolic zeros stay outside.
-def _jvp(primals, tangents, *, jaxpr, **params):
-    """JVP rule of `map_fn`: one map computes the results and their tangents.
-
-    Args:
-      primals: The operands, `[n, *s]`.
-      tangents: For each operand its tangent, `[n, *s]`, or a symbolic zero.
-      jaxpr: The closed jaxpr of one group.
-      **params: The parameters `partition`, `mesh` and `name` of the equation.
-
-    Returns:
-      `(results, tangents)`, two lists: the results, `[n, *t]`, and for each its
-      tangent, `[n, *t]`, or a symbolic zero.
-    """
+def _jvp(
+    primals: Sequence[Array],
+    tangents: Sequence[Tangent],
+    *,
+    jaxpr: ClosedJaxpr,
+    **params: Any,
+) -> tuple[Sequence[Array], Sequence[Tangent]]:
     nonzeros = [type(t) is not _compat.Zero for t in tangents]
     with group_context(make_layout(params["partition"], params["mesh"])):
         jvp_jaxpr, nonzeros_out = _compat.jvp_jaxpr(jaxpr, nonzeros)
@@ -259,26 +216,17 @@ def _jvp(primals, tangents, *, jaxpr, **params):
 
 
 # f_lin computes y_i and the residuals r_i; L(r_i, .) = Df(x_i) is linear.
-def _linearize(is_vjp, nonzeros, *primals, jaxpr, **params):
-    """Linearization rule of `map_fn`: one map for the results, and a linear one.
+def _linearize(
+    is_vjp: bool,
+    nonzeros: Flags,
+    *primals: PartitionedArray,
+    jaxpr: ClosedJaxpr,
+    **params: Any,
+) -> tuple[Sequence[Array], Flags, Residuals, Callable[..., Sequence[Tangent]]]:
+    """Linearize a map: one map for the results, bound now, and a linear one.
 
-    The first map is bound now; it also returns residuals, the values of the forward
-    computation that the linear map reads. The second map is bound when `linear` is
-    called.
-
-    Args:
-      is_vjp: Whether the linear map will be transposed.
-      nonzeros: For each operand whether its tangent is not a symbolic zero.
-      *primals: The operands, `[n, *s]`.
-      jaxpr: The closed jaxpr of one group.
-      **params: The parameters `partition`, `mesh` and `name` of the equation.
-
-    Returns:
-      `(results, nonzeros_out, residuals, linear)`: the results, `[n, *t]`; for each
-      whether its tangent is not a symbolic zero; the residuals, partitioned, in a pair
-      of lists (JAX's flat and structured ones); and `linear(residuals, *tangents)`,
-      which takes these residuals and the tangents of all operands, and returns the list
-      of the results' tangents. A tangent is an array or a symbolic zero.
+    The first map also returns residuals, the values of the forward computation that the
+    linear map reads. The second map is bound when `linear` is called.
     """
     with group_context(make_layout(params["partition"], params["mesh"])):
         split = _compat.linearize_jaxpr(jaxpr, nonzeros, is_vjp)
@@ -288,7 +236,7 @@ def _linearize(is_vjp, nonzeros, *primals, jaxpr, **params):
     )
     avals = _outer_avals(jaxpr, params)
 
-    def linear(residuals, *tangents):
+    def linear(residuals: Residuals, *tangents: Tangent) -> Sequence[Tangent]:
         dense = registration.instantiate_nonzeros(tangents, nonzeros)
         outs = bind(tangent, registration.linear_operands(residuals, dense))
         return registration.fill_zeros(avals, nonzeros_out, outs)
@@ -297,23 +245,12 @@ def _linearize(is_vjp, nonzeros, *primals, jaxpr, **params):
 
 
 # sum_i <L_i dx_i, ct_i> = sum_i <dx_i, L_i^T ct_i>: each group has its own transpose.
-def _transpose(cts, *args, jaxpr, **params):
-    """Transpose rule of `map_fn`: one map computes the cotangents of linear operands.
-
-    Each group's cotangents depend on that group's values only, so there is no
-    communication. Values that the transposed function closes over are broadcast.
-
-    Args:
-      cts: For each result its cotangent, `[n, *t]`, or a symbolic zero.
-      *args: The operands: an `UndefinedPrimal` for those in which the map is linear,
-        else values `[n, *s]`.
-      jaxpr: The closed jaxpr of one group.
-      **params: The parameters `partition`, `mesh` and `name` of the equation.
-
-    Returns:
-      A list with an element for each operand: for a linear one its cotangent, `[n, *s]`
-      or a symbolic zero; for any other one None.
-    """
+def _transpose(
+    cts: Sequence[Tangent],
+    *args: Array | UndefinedPrimal,
+    jaxpr: ClosedJaxpr,
+    **params: Any,
+) -> list[Tangent | None]:
     linear = tuple(ad.is_undefined_primal(x) for x in args)
     nonzero = tuple(type(ct) is not _compat.Zero for ct in cts)
     # What is not linear is a residual of L, or known in a partial evaluation.
@@ -334,26 +271,25 @@ def _transpose(cts, *args, jaxpr, **params):
 
 # Cached: an eager backward pass transposes the same jaxpr at each step of training.
 @_compat.weakref_lru_cache
-def _transpose_jaxpr(jaxpr, linear, nonzero, avals, layout, leaves_out: bool):
-    """Transpose a per-group jaxpr in its linear inputs; cached.
+def _transpose_jaxpr(
+    jaxpr: Any,
+    linear: tuple[bool, ...],
+    nonzero: tuple[bool, ...],
+    avals: Sequence[Any],
+    layout: Layout,
+    leaves_out: bool,
+) -> tuple[ClosedJaxpr, tuple[GlobalArray, ...], tuple[bool, ...]]:
+    """Transpose a per-group jaxpr in its `linear` inputs; cached.
 
-    Args:
-      jaxpr: The closed jaxpr of one group.
-      linear: For each input whether the jaxpr is linear in it, a tuple of bools; the
-        other inputs are residuals, which the transposed jaxpr takes, too.
-      nonzero: For each result whether its cotangent is not a symbolic zero, a tuple of
-        bools.
-      avals: The types of the residuals and then of the nonzero cotangents of results,
-        partitioned, `[n, *s]`, a tuple.
-      layout: The layout of the partition.
-      leaves_out: Whether the program leaves groups out of reductions.
+    The other inputs are residuals. `nonzero` says for each result whether its cotangent
+    is no symbolic zero, and `avals` are the partitioned types, `[n, *s]`, of the
+    residuals and then of these cotangents. `leaves_out` says whether the program leaves
+    groups out of reductions.
 
-    Returns:
-      `(transposed, consts, nonzero_in)`: the transposed jaxpr of one group, closed; the
-      tuple of values `[*s]` that it closes over; and for each linear input whether its
-      cotangent is not a symbolic zero, a tuple of bools. The transposed jaxpr takes
-      `consts`, the residuals and the nonzero cotangents of results; it returns the
-      nonzero cotangents of linear inputs.
+    Returns the closed jaxpr; the values `[*s]` that it closes over; and for each linear
+    input whether its cotangent is no symbolic zero. The jaxpr takes these values, the
+    residuals and the nonzero cotangents of results; it returns the nonzero cotangents
+    of linear inputs.
     """
     transposed, nonzero_in = registration.backward_function(jaxpr, linear, nonzero)
     if leaves_out:
@@ -381,10 +317,12 @@ def _transpose_jaxpr(jaxpr, linear, nonzero, avals, layout, leaves_out: bool):
 # a group that does take part zero may be a value like others, at which the function of
 # the cotangent has a derivative. Of such a group all is constant: what enters, too, so
 # that derivatives of the transpose stop there.
-def _zero_for_zeros(transposed, n_residuals: int):
+def _zero_for_zeros(
+    transposed: Callable[..., list[Array]], n_residuals: int
+) -> Callable[..., list[Array]]:
     """Let a transposed function return zeros for the zeros of a group that diverged."""
 
-    def fn(*values):
+    def fn(*values: Array) -> list[Array]:
         inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in values]
         if len(values) == n_residuals or not any(inexact[:n_residuals]):
             return transposed(*values)  # nothing to multiply zeros by
@@ -393,7 +331,7 @@ def _zero_for_zeros(transposed, n_residuals: int):
         idle = [(varying(ct), jnp.all(ct == 0)) for ct in values[n_residuals:]]
         used = finite(x for x, f in zip(values, inexact, strict=True) if f)
 
-        def where_dead(y, of_dead):
+        def where_dead(y: Array, of_dead: Array) -> Array:
             """Replace `y` where the group diverged, by what `y` may depend on."""
             own = varying(y)
             idle_, used_ = ([t for v, t in tests if v <= own] for tests in (idle, used))
@@ -418,22 +356,16 @@ def _zero_for_zeros(transposed, n_residuals: int):
 # Partial evaluation, dead-code elimination, batching
 
 
-def _partial_eval(trace, *tracers, **params):
-    """Partial evaluation rule of `map_fn`: split the map into a known and an unknown.
+def _partial_eval(
+    trace: Any, *tracers: JaxprTracer, **params: Any
+) -> Sequence[PartitionedArray | JaxprTracer]:
+    """Split the map into a known and an unknown one.
 
     The per-group jaxpr is split into what known operands determine and the rest. The
     map of the first part is bound; it also returns residuals, `[n, *s]`, the values
     that the second part needs. The map of the second part becomes an equation of the
     trace. If no operand is known, and no result can be computed without them, the map
     is not split: all of it becomes one equation of the trace.
-
-    Args:
-      trace: JAX's `JaxprTrace`.
-      *tracers: The operands, `[n, *s]`: tracers of this trace, known or unknown.
-      **params: The parameters `jaxpr`, `partition`, `mesh` and `name` of the equation.
-
-    Returns:
-      The list of results, `[n, *t]`: known values, or tracers of this trace.
     """
     layout = make_layout(params["partition"], params["mesh"])
     # All groups are known or unknown together: known-ness belongs to the operand.
@@ -450,32 +382,17 @@ def _partial_eval(trace, *tracers, **params):
     )  # fmt: skip
 
 
-def _residual_aval(params, aval):
+def _residual_aval(params: Params, aval: Aval) -> Aval:
     """Return the type `[n, *s]` of a residual of a map, from that of one group, `[*s]`.
 
     A residual is a value of the mapped function that the backward pass needs. JAX calls
     this function for those that a policy of `jax.checkpoint` saves.
-
-    Args:
-      params: The parameters of the map's equation, a dict; `partition` and `mesh` are
-        read.
-      aval: The type of the residual in one group.
     """
     return partitioned_aval(aval, make_layout(params["partition"], params["mesh"]))
 
 
-def _dce(used_outputs, eqn):
-    """Dead-code elimination rule of `map_fn`, also for dead code of its jaxpr.
-
-    Args:
-      used_outputs: For each result of the equation whether it is used.
-      eqn: The equation of `map_fn`, which is not changed.
-
-    Returns:
-      `(used_inputs, new_eqn)`: for each operand of `eqn` whether the new equation takes
-      it; and the new equation, with the used operands and results only. `new_eqn` is
-      None if no result is used, and the equation has no effects.
-    """
+def _dce(used_outputs: list[bool], eqn: Eqn) -> tuple[list[bool], Eqn | None]:
+    """Eliminate dead code of the equation, and of its jaxpr."""
     # An equation with effects (a callback, a print) is live without live results.
     if not any(used_outputs) and not eqn.effects:
         return [False] * len(eqn.invars), None
@@ -489,21 +406,15 @@ def _dce(used_outputs, eqn):
     )
 
 
-def _batch(axis_data, args, dims, *, jaxpr, **params):
-    """Batching rule of `map_fn`: batch the per-group jaxpr, with the group axis first.
-
-    Args:
-      axis_data: JAX's `AxisData` of the vmap: its size and name.
-      args: The operands; a batched one is `[n, *s]` with a batch dimension inserted
-        anywhere, also before n.
-      dims: For each operand its batch dimension, or None.
-      jaxpr: The closed jaxpr of one group.
-      **params: The parameters `partition`, `mesh` and `name` of the equation.
-
-    Returns:
-      `(results, dims)`: the list of results, and for each its batch dimension, which is
-      at least 1, as axis 0 is the group axis; or None.
-    """
+def _batch(
+    axis_data: AxisData,
+    args: Sequence[Array],
+    dims: Sequence[int | None],
+    *,
+    jaxpr: ClosedJaxpr,
+    **params: Any,
+) -> tuple[Sequence[Array], list[int | None]]:
+    """Batch the per-group jaxpr, with the group axis first."""
     moved = [
         (x, d) if d is None else registration.group_axis_first(x, d)
         for x, d in zip(args, dims, strict=True)

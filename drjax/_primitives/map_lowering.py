@@ -44,6 +44,13 @@ from jax import lax
 
 from drjax import _compat
 from drjax._compat import retype_mesh
+from drjax._compat.types import (
+    Array,
+    ClosedJaxpr,
+    DeviceArray,
+    Flags,
+    PartitionedArray,
+)
 from drjax._primitives.ordered_callbacks import rewrite_ordered_callbacks
 from drjax._primitives.partition_index import GroupAxis, with_index_of_device
 from drjax._primitives.rbg_per_group import rewrite_draws
@@ -67,7 +74,7 @@ _INDEXING = (
 )  # fmt: skip
 
 
-def lowers_by_vmap(layout: Layout, jaxpr) -> bool:
+def lowers_by_vmap(layout: Layout, jaxpr: ClosedJaxpr | None) -> bool:
     """Decide whether a map is lowered by a `vmap` that the compiler partitions.
 
     The default is a `shard_map` over the partition's axes, in which each device runs
@@ -76,15 +83,8 @@ def lowers_by_vmap(layout: Layout, jaxpr) -> bool:
     `lax.gather` or `lax.scatter` (array indexing), at any depth, and the mesh has two
     or more Auto axes larger than one that are not the partition's, for which XLA would
     abort the process. If the layout is not sharded, neither is needed, and the groups
-    run on the current device.
-
-    Args:
-      layout: The layout of the partition.
-      jaxpr: The closed jaxpr of one group; None for a stage from a plan file, which is
-        never lowered by a `vmap`.
-
-    Returns:
-      True for a `vmap`, else False.
+    run on the current device. A stage from a plan file, whose jaxpr is None, is never
+    lowered by a `vmap`.
     """
     if not layout.sharded or jaxpr is None:
         return False
@@ -94,21 +94,13 @@ def lowers_by_vmap(layout: Layout, jaxpr) -> bool:
 
 
 def run_groups(
-    layout: Layout, jaxpr, args: Sequence[Any], partitioned_in: Sequence[bool]
-) -> list:
-    """Run a per-group jaxpr for all groups of a partition.
+    layout: Layout, jaxpr: ClosedJaxpr, args: Sequence[Array], partitioned_in: Flags
+) -> list[PartitionedArray]:
+    """Run a per-group jaxpr for all groups of a partition, to results `[n, *t]`.
 
     It is a `vmap` over the groups of each device, if it has several, in a `shard_map`
-    over the devices; or, where `lowers_by_vmap` says so, one `vmap` over all groups.
-
-    Args:
-      layout: The layout of the partition, n groups.
-      jaxpr: The closed jaxpr of one group.
-      args: Its operands: `[n, *s]`, or `[*s]` if all groups share it.
-      partitioned_in: For each operand whether it is partitioned, `[n, *s]`.
-
-    Returns:
-      The list of results, `[n, *t]`.
+    over the devices; or, where `lowers_by_vmap` says so, one `vmap` over all groups. An
+    operand is `[n, *s]`, or `[*s]` if it is not `partitioned_in`.
     """
     if lowers_by_vmap(layout, jaxpr):
         fn = _compat.jaxpr_as_checked_fun(prepare_group_jaxpr(layout, jaxpr, True))
@@ -122,7 +114,7 @@ def run_groups(
     if layout.other_explicit_axes:
         fn = _on_traced_meshes(fn, prepared.in_avals)
 
-    def body(*operands):
+    def body(*operands: Array) -> list[DeviceArray]:
         outs = over_groups(layout, fn, partitioned_in)(*operands)
         return [vary(y, layout.axes) for y in outs]
 
@@ -142,21 +134,23 @@ def run_groups(
     )
 
 
-def _on_traced_meshes(fn: Callable, avals: Sequence[Any]) -> Callable:
+def _on_traced_meshes(
+    fn: Callable[..., Sequence[Array]], avals: Sequence[Any]
+) -> Callable[..., list[Array]]:
     """Cast what a function takes to the meshes of its types, and its results back.
 
     Where JAX itself makes Explicit axes Auto, as `jax.random.gamma` does, residuals are
     on that mesh.
     """
 
-    def cast(x, mesh):
+    def cast(x: Any, mesh: jax.sharding.AbstractMesh) -> Array:
         sharding = _compat.typeof(x).sharding
         if sharding.mesh == mesh:
             return x
         with jax.sharding.use_abstract_mesh(mesh):
             return jax.sharding.reshard(x, sharding.update(mesh=mesh))
 
-    def run(*xs):
+    def run(*xs: Array) -> list[Array]:
         around = jax.sharding.get_abstract_mesh()
         meshes = [aval.sharding.mesh for aval in avals]
         outs = fn(*map(cast, xs, meshes))
@@ -166,26 +160,21 @@ def _on_traced_meshes(fn: Callable, avals: Sequence[Any]) -> Callable:
 
 
 def _run_padded(
-    layout: Layout, fn: Callable, partitioned_in, effects: bool, *args
-) -> list:
+    layout: Layout,
+    fn: Callable[..., Sequence[Array]],
+    partitioned_in: Flags,
+    effects: bool,
+    *args: Array,
+) -> list[DeviceArray]:
     """Run a per-group function on a device's slots, of which some may be padding.
 
     A slot is a place for one group on a device. Without effects, padded slots of a
     device that has groups run copies of its first group, and a device without groups
-    skips the work. With effects, exactly the groups run.
+    skips the work. With effects, exactly the groups run. Slices of results in padded
+    slots have no meaning.
 
-    Args:
-      layout: The layout, whose devices do not divide the groups: k slots on each
-        device.
-      fn: The function of one group: it takes and returns flat sequences of arrays.
-      partitioned_in: For each operand whether it has a slice for each slot, `[k, *s]`;
-        the groups share the others, `[*s]`.
-      effects: Whether the function has effects, which must not run for padding.
-      *args: The operands of the device, `[k, *s]` or `[*s]`; and last the group index
-        of its first slot, int32 `[1]`.
-
-    Returns:
-      The list of results, `[k, *t]`, of which slices in padded slots have no meaning.
+    The operands are those of the device, `[k, *s]` if `partitioned_in`, else `[*s]`;
+    and last the group index of its first slot, int32 `[1]`.
     """
     *operands, first = args
     first = first[0]
@@ -203,7 +192,7 @@ def _run_padded(
         )
 
     # Copies of a real group on padded slots: loops there end, and checks hold.
-    def work():
+    def work() -> list[DeviceArray]:
         own = [
             copy_slice_to_padding(layout, indices, x, x[:1]) if p else x
             for x, p in zip(operands, partitioned_in, strict=True)
@@ -212,31 +201,26 @@ def _run_padded(
             vary(y, layout.axes) for y in over_groups(layout, fn, partitioned_in)(*own)
         ]
 
-    def nothing():
+    def nothing() -> list[DeviceArray]:
         return [vary(y, layout.axes) for y in tree_zeros_like(jax.eval_shape(work))]
 
     return unless_empty(layout, first, work, nothing)
 
 
-def prepare_for_shard_map(layout: Layout, jaxpr):
+def prepare_for_shard_map(layout: Layout, jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     """Rewrite a per-group jaxpr for a `shard_map` over the partition's axes.
 
     The types are put on the mesh with the partition's axes Manual. But if then all axes
     of the mesh are Manual, and the jaxpr has no `shard_map` or sharding constraint, the
     types get no mesh at all, as some libraries refuse other types at lowering than at
-    tracing. In either case, draws from random keys of `rbg` or `unsafe_rbg` become
-    equations of `draw_per_key`, so that the bits of a group do not depend on the other
-    groups in a batch; and ordered callbacks become equations that are called in order.
-    If each device has one group, which no vmap will give its index, the index is
-    computed from the position of the device.
+    tracing. Without a mesh, and inside a user's `shard_map` over the axes, the types
+    stay. In each case, draws from random keys of `rbg` or `unsafe_rbg` become equations
+    of `draw_per_key`, so that the bits of a group do not depend on the other groups in
+    a batch; and ordered callbacks become equations that are called in order. If each
+    device has one group, which no vmap will give its index, the index is computed from
+    the position of the device.
 
-    Args:
-      layout: The layout of the partition. If it has no mesh, or its axes are Manual
-        already, inside a user's `shard_map`, the types stay.
-      jaxpr: The closed jaxpr of one group.
-
-    Returns:
-      The rewritten jaxpr, closed. It is for lowering only: it may have no derivatives.
+    The result is for lowering only: it may have no derivatives.
     """
     if layout.sharded and (layout.partly_manual or _compat.is_bound_to_devices(jaxpr)):
         jaxpr = retype_mesh.with_manual_axes(jaxpr, layout.axes)
@@ -246,25 +230,18 @@ def prepare_for_shard_map(layout: Layout, jaxpr):
     return with_index_of_device(jaxpr, layout) if layout.per_device == 1 else jaxpr
 
 
-def prepare_group_jaxpr(layout: Layout, jaxpr, by_vmap: bool):
+def prepare_group_jaxpr(
+    layout: Layout, jaxpr: ClosedJaxpr | None, by_vmap: bool
+) -> ClosedJaxpr | None:
     """Rewrite a per-group jaxpr for the lowering that will run it.
 
     For a `shard_map`, `prepare_for_shard_map` puts its types on the mesh with the
     partition's axes Manual, and makes draws from `rbg` keys independent of the other
-    groups in a batch. For a `vmap`, each `shard_map` in the jaxpr, which the user's
-    mapped function has called, is made to map over the partition's axes, too; but the
-    jaxpr stays as it is if these axes are Explicit, or if the map is in a user's
-    `shard_map(check_vma=True)`.
-
-    Args:
-      layout: The layout of the partition.
-      jaxpr: The closed jaxpr of one group; None for a stage from a plan file, which has
-        no jaxpr.
-      by_vmap: Whether a `vmap` over all groups runs it, the result of `lowers_by_vmap`;
-        else a `shard_map` does.
-
-    Returns:
-      The rewritten jaxpr, closed; None if `jaxpr` is None.
+    groups in a batch. For a `vmap`, which `by_vmap` (the result of `lowers_by_vmap`)
+    chooses, each `shard_map` in the jaxpr, which the user's mapped function has called,
+    is made to map over the partition's axes, too; but the jaxpr stays as it is if these
+    axes are Explicit, or if the map is in a user's `shard_map(check_vma=True)`. A stage
+    from a plan file has no jaxpr: None stays None.
     """
     if jaxpr is None or not by_vmap:
         return jaxpr and prepare_for_shard_map(layout, jaxpr)
@@ -273,29 +250,26 @@ def prepare_group_jaxpr(layout: Layout, jaxpr, by_vmap: bool):
 
 
 def vmap_over_devices(
-    layout: Layout, fn: Callable, args: Sequence[Any], partitioned_in: Sequence[bool]
-) -> tuple[list, list]:
+    layout: Layout,
+    fn: Callable[..., tuple[list[Array], list[DeviceArray]]],
+    args: Sequence[Array],
+    partitioned_in: Flags,
+) -> tuple[list[Array], list[PartitionedArray]]:
     """Run a function of one device's slices for all devices, by a vmap over devices.
 
     The results are those of a `shard_map` of the function. A slot is a place for one
     group on a device; the last slots may be padding, which holds the slice of group 0.
+    The layout is sharded, over Auto axes.
 
-    Args:
-      layout: A sharded layout of Auto axes: n groups on m devices, k slots on each.
-      fn: `fn(*operands, first)` takes the operands of a device, `[k, *s]` or `[*s]`,
-        and the group index of its first slot, int32 `[]`. It returns a pair of lists:
-        values of the device, `[*s]`, and results with a slice for each slot, `[k, *s]`.
-      args: Its operands for all devices, `[n, *s]` or `[*s]`.
-      partitioned_in: For each operand whether it is partitioned, `[n, *s]`; the devices
-        share the others, `[*s]`.
-
-    Returns:
-      A pair of lists: stacks of the devices' values, `[m, *s]`, and the partitioned
-      results, `[n, *s]`, without padding.
+    `fn(*operands, first)` takes the operands of a device, `[k, *s]`, or `[*s]` if not
+    `partitioned_in`, and the group index of its first slot, int32 `[]`. It returns a
+    pair of lists: values of the device, `[*s]`, and results with a slice for each slot,
+    `[k, *s]`. The pair here has stacks of the m devices' values, `[m, *s]`, and the
+    partitioned results, `[n, *s]`, without padding.
     """
     m, k = layout.devices, layout.per_device
 
-    def run(*args):
+    def run(*args) -> tuple[list[Array], list[Array]]:
         split = lambda x: x.reshape(m, k, *x.shape[1:])
         args = [split(x) if p else x for x, p in zip(args, partitioned_in, strict=True)]
         args.append(first_group_indices(layout))
@@ -315,38 +289,30 @@ def vmap_over_devices(
     return auto_partition(layout, run, args, partitioned_in)
 
 
-def _aval_of_slice(x) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of one slice of the array `x` along its axis 0."""
+def _aval_of_slice(x: Array) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of one slice of the array `x` along its axis 0."""
     return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
 
 def _spmd_axes(layout: Layout) -> tuple[str, ...] | None:
     """Return the `spmd_axis_name` for a vmap over all groups of a partition.
 
-    It is the tuple of the partition's mesh axes, () if the program runs locally. None
-    if JAX takes no names: on Explicit axes, or inside a user's
-    `shard_map(check_vma=True)`.
+    () if the program runs locally. None if JAX takes no names: on Explicit axes, or
+    inside a user's `shard_map(check_vma=True)`.
     """
     # In a user's shard_map(check_vma=True), JAX takes named axes for axes of that one.
     return None if _compat.check_vma() else layout.spmd_axes
 
 
 def over_groups(
-    layout: Layout, fn: Callable, partitioned_in: Sequence[bool]
-) -> Callable:
+    layout: Layout, fn: Callable[..., Sequence[Array]], partitioned_in: Flags
+) -> Callable[..., Sequence[DeviceArray]]:
     """Turn a function of one group into one of all groups of a device.
 
-    Args:
-      layout: The layout of the partition: k slots (places for one group) on each
-        device.
-      fn: Takes and returns flat sequences of per-group arrays, `[*s]`.
-      partitioned_in: For each operand whether it has a slice for each slot, `[k, *s]`;
-        the groups share the others, `[*s]`.
-
-    Returns:
-      The function of a device: it takes such operands, as positional arguments, and
-      returns the sequence of results, `[k, *t]`. With VMA checking, it casts the
-      operands to vary over the partition's mesh axes.
+    The function of a device takes `[k, *s]` for operands that are `partitioned_in`,
+    with a slice for each slot (a place for one group), and `[*s]` for those that the
+    groups share. It returns `[k, *t]`. With VMA checking, it casts the operands to vary
+    over the partition's mesh axes.
     """
     mapped = _groups_of_device(layout, fn, partitioned_in, layout.per_device)
     # In a user's shard_map over the partition's axes the types of one group, by which
@@ -356,13 +322,16 @@ def over_groups(
 
 
 def _groups_of_device(
-    layout: Layout, fn: Callable, partitioned_in: Sequence[bool], count: int
-) -> Callable:
+    layout: Layout,
+    fn: Callable[..., Sequence[Array]],
+    partitioned_in: Flags,
+    count: int,
+) -> Callable[..., Sequence[DeviceArray]]:
     """Turn a function of one group into one of the first `count` groups of a device."""
     if layout.per_device > 1:
         return _vmap_groups(layout, fn, partitioned_in, count, None)
 
-    def only(*operands):
+    def only(*operands: Array) -> list[DeviceArray]:
         pairs = zip(operands, partitioned_in, strict=True)
         own = [lax.squeeze(x, (0,)) if p else x for x, p in pairs]
         varying = frozenset().union(*(_compat.varying(_compat.typeof(x)) for x in own))
@@ -376,24 +345,18 @@ def _groups_of_device(
 
 
 def _vmap_groups(
-    layout: Layout, fn: Callable, partitioned_in, size: int, spmd_axes
-) -> Callable:
+    layout: Layout,
+    fn: Callable[..., Sequence[Array]],
+    partitioned_in: Flags,
+    size: int,
+    spmd_axes: tuple[str, ...] | None,
+) -> Callable[..., Sequence[Array]]:
     """Turn a function of one group into one of `size` groups, by a vmap.
 
     The axis name of the vmap is a `GroupAxis`. By it, the batching rule of
     `partition_index` knows that the vmap is over groups, and gives each its index.
-
-    Args:
-      layout: The layout of the partition.
-      fn: Takes and returns flat sequences of per-group arrays, `[*s]`.
-      partitioned_in: For each operand whether it is partitioned, `[size, *s]`; the
-        groups share the others, `[*s]`.
-      size: The number of groups: of all devices, of one device, or fewer.
-      spmd_axes: The mesh axes to pass as `spmd_axis_name`, a tuple of names, or None.
-
-    Returns:
-      The function of all these groups: it takes such operands, as positional arguments,
-      and returns the sequence of results, `[size, *t]`.
+    `size` counts the groups of all devices, of one device, or fewer; operands and
+    results are as in `over_groups`, for `size` in place of k.
     """
     return jax.vmap(
         lambda *xs: fn(*xs),

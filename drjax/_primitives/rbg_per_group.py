@@ -19,13 +19,19 @@ would do all the work on each of them. There is no derivative rule: the jaxpr is
 rewritten when it is lowered, after all derivatives.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 from jax import lax
+from jax.extend.core import Primitive
 from jax.interpreters import batching
 
 from drjax import _compat
+from drjax._compat.types import Array, Aval, ClosedJaxpr, Eqn
 from drjax._jaxprs.walk import rewrite_equations
 from drjax._primitives import registration
+from drjax._primitives.registration import AxisData
 
 draw_per_key_p = registration.new_primitive("draw_per_key", multiple_results=True)
 
@@ -39,22 +45,15 @@ _DRAWS = {  # with threefry2x32, JAX draws with each key
 
 # Cached, so that lowering a jaxpr twice gives the same object, and later caches hit.
 @_compat.weakref_lru_cache
-def rewrite_draws(jaxpr):
+def rewrite_draws(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     """Replace draws from keys of `rbg` or `unsafe_rbg` by `draw_per_key_p`; cached.
 
-    The batching rule of `draw_per_key_p` is a loop over the draws, so that the bits do
-    not depend on the batch.
-
-    Args:
-      jaxpr: The jaxpr of one group, closed or open. Inner jaxprs are rewritten, too.
-
-    Returns:
-      The rewritten jaxpr; the same object if it has no such draws.
+    Inner jaxprs are rewritten, too. A jaxpr without such draws is returned.
     """
     return rewrite_equations(jaxpr, _rewrite_draw)
 
 
-def _is_draw(eqn) -> bool:
+def _is_draw(eqn: Any) -> bool:
     """Whether a jaxpr's equation is a draw that JAX batches with the first key only.
 
     Such draws are `rng_bit_generator`, and the `random_*` primitives in `_DRAWS` if the
@@ -68,7 +67,7 @@ def _is_draw(eqn) -> bool:
     return name in _DRAWS.get(str(eqn.invars[0].aval.dtype), ())
 
 
-def _rewrite_draw(eqn) -> list | None:
+def _rewrite_draw(eqn: Eqn) -> list[Eqn] | None:
     """Replace an equation that is a draw by one of `draw_per_key`; None for others."""
     if not _is_draw(eqn):
         return None
@@ -78,42 +77,31 @@ def _rewrite_draw(eqn) -> list | None:
     return [eqn.replace(primitive=draw_per_key_p, params=params)]
 
 
-def _draw(*args, draw, options, avals):
-    """Execution function of `draw_per_key`: bind the primitive that it stands for.
+def _draw(
+    *args: Array,
+    draw: Primitive,
+    options: tuple[tuple[str, Any], ...],
+    avals: tuple[Aval, ...],
+) -> list[Array]:
+    """Bind the primitive for which `draw_per_key` stands, such as `random_bits_p`.
 
-    `draw_per_key` wraps a primitive that draws random bits, such as `random_bits_p`, to
-    give it another batching rule.
-
-    Args:
-      *args: The operands of the wrapped primitive, the key first.
-      draw: The wrapped primitive.
-      options: Its parameters, as a tuple of pairs of name and value.
-      avals: The types of its results, ignored.
-
-    Returns:
-      The list of its results.
+    Its parameters are `options`, and `avals` are the types of its results.
     """
     outs = draw.bind(*args, **dict(options))
     return outs if draw.multiple_results else [outs]
 
 
-def _batch(axis_data, args, dims, **params):
+def _batch(
+    axis_data: AxisData,
+    args: Sequence[Array],
+    dims: Sequence[int | None],
+    **params: Any,
+) -> tuple[Sequence[Array], Sequence[int | None]]:
     """Batching rule of `draw_per_key`: a loop over the batch, with one draw a step.
 
     So each element of the batch gets the bits of its own key. JAX's own rule for `rbg`
     keys draws all bits with the first key of a batch; it is used only under a vmap with
     `spmd_axis_name`, where a loop over the sharded axis would serialize the devices.
-
-    Args:
-      axis_data: JAX's `AxisData` of the vmap, with its size and `spmd_axis_name`.
-      args: The operands, the key first.
-      dims: For each operand its batch dimension, or None.
-      **params: The parameters of the equation: `draw`, the primitive that draws;
-        `options`, its parameters; `avals`, the types of its results.
-
-    Returns:
-      `(results, dims)`: the list of results, and for each its batch dimension: 0, or
-      None if no operand is batched.
     """
     if all(d is None for d in dims):
         return draw_per_key_p.bind(*args, **params), [None] * len(params["avals"])
@@ -126,7 +114,7 @@ def _batch(axis_data, args, dims, **params):
         for x, d in zip(args, dims, strict=True)
     ]
 
-    def one(slices):
+    def one(slices: Sequence[Array | None]) -> Sequence[Array]:
         pairs = zip(args, slices, strict=True)
         return draw_per_key_p.bind(*(x if s is None else s for x, s in pairs), **params)
 

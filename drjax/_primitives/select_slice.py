@@ -8,7 +8,6 @@ Invariants: infinities and NaNs of other groups do not leak in.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,8 @@ import numpy as np
 from jax import lax
 
 from drjax import _compat
+from drjax._compat.types import Array, GlobalArray, Mesh, PartitionedArray
+from drjax._partition import Partition
 from drjax._primitives.collectives import broadcast_p, reduce_sum_p
 from drjax._primitives.extrema import reduce_max_p
 from drjax._primitives.partition_index import partition_index_p
@@ -24,16 +25,8 @@ from drjax._primitives.partition_index import partition_index_p
 def as_int32(index: jax.Array, low: int, high: int) -> jax.Array:
     """Cast an index to int32; a number of a wider dtype is clamped to bounds first.
 
-    A cast alone drops the upper bits: of int64, 2**32 would become 0, in bounds.
-
-    Args:
-      index: An array or tracer of any integer dtype. If int32 holds all numbers of the
-        dtype, it is cast only, and numbers out of bounds stay.
-      low: The lower bound, which int32 holds.
-      high: The upper bound, which int32 holds.
-
-    Returns:
-      An int32 array of the shape of `index`.
+    A cast alone drops the upper bits: of int64, 2**32 would become 0, in bounds. If
+    int32 holds all numbers of the dtype, numbers out of bounds stay.
     """
     limits = jnp.iinfo(index.dtype)
     if limits.max > jnp.iinfo(jnp.int32).max:
@@ -43,20 +36,12 @@ def as_int32(index: jax.Array, low: int, high: int) -> jax.Array:
     return index.astype(jnp.int32)
 
 
-def count_from_end(index, n):
-    """Add n to negative group indices, which count from the end: -1 becomes n - 1.
-
-    Args:
-      index: The indices, an integer array of any shape.
-      n: The number of groups: an integer, or an array of a shape like `index`.
-
-    Returns:
-      The array of indices. One below -n stays negative.
-    """
+def count_from_end(index: Array | int, n: Array | int) -> Array:
+    """Add n to negative group indices; one below -n stays negative."""
     return jnp.where(jnp.asarray(index) < 0, index + n, index)
 
 
-def show_index(index, n: int) -> None:
+def show_index(index: Array, n: int) -> None:
     """Read at a traced index, so that checkify's index checks see what is clamped.
 
     Nothing uses what is read: compiled code and plans have none of it.
@@ -67,18 +52,14 @@ def show_index(index, n: int) -> None:
         lax.dynamic_slice(np.arange(n, dtype=np.int32), (i,), (1,))
 
 
-def index_pair(i, *, partition, mesh) -> tuple[Any, Any]:
+def index_pair(
+    i: Array, *, partition: Partition, mesh: Mesh | None
+) -> tuple[PartitionedArray, PartitionedArray]:
     """Compute the two partitioned values of indices by which a group is selected.
 
-    Args:
-      i: The index of the group to select, int32 `[]`. It counts from the end if it is
-        negative, and is clamped, as by JAX indexing.
-      partition: The `Partition`, of n groups.
-      mesh: The mesh, or None: the program runs locally.
-
-    Returns:
-      `(index, selected)`, both partitioned, int32 `[n]`: the index of each group, and
-      the index of the selected group, the same for each group.
+    `i` is the index of the group to select, int32 `[]`. It counts from the end if it is
+    negative, and is clamped, as by JAX indexing. The values are int32 `[n]`: the index
+    of each group, and the index of the selected group, the same for each group.
     """
     params, n = {"partition": partition, "mesh": mesh}, partition.size
     own = partition_index_p.bind(**params, per_group=False)
@@ -88,24 +69,21 @@ def index_pair(i, *, partition, mesh) -> tuple[Any, Any]:
     return own, broadcast_p.bind(count_from_end(i, n).clip(0, n - 1), **params)
 
 
-def select_slice(x, indices, map_one: Callable[..., Any], *, partition, mesh):
+def select_slice(
+    x: PartitionedArray,
+    indices: tuple[PartitionedArray, PartitionedArray],
+    map_one: Callable[..., PartitionedArray],
+    *,
+    partition: Partition,
+    mesh: Mesh | None,
+) -> GlobalArray:
     """Select the slice of one group of a partitioned value, as a global value.
 
     A map replaces the slices of all other groups by zeros; a `reduce_sum` (of bools, a
-    `reduce_max`) adds them up.
-
-    Args:
-      x: The partitioned value, `[n, *s]`: of any dtype, random keys included.
-      indices: A pair of partitioned values, int32 `[n]`, which `index_pair` returns:
-        the index of each group, and the index of the selected group. If no group has
-        the selected index, the result is zeros.
-      map_one: `map_one(fn, *partitioned)` binds `map_fn` for `fn`, a function of one
-        group from arrays to one array; it returns a partitioned value.
-      partition: The `Partition`, of n groups.
-      mesh: The mesh, or None: the program runs locally.
-
-    Returns:
-      The slice, a global value `[*s]`, in the dtype of `x`.
+    `reduce_max`) adds them up. `x` may be of any dtype, random keys included. `indices`
+    is what `index_pair` returns; if no group has the selected index, the result is
+    zeros. `map_one(fn, *partitioned)` binds `map_fn` for `fn`, a function of one group
+    from arrays to one array.
     """
     # Keys cannot be added, their raw data can.
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
@@ -122,21 +100,15 @@ def select_slice(x, indices, map_one: Callable[..., Any], *, partition, mesh):
 # Functions of one group, under the names that plans show.
 
 
-def keep_chosen_group(index, selected, own):
-    """Return a group's slice if the group is the selected one, else zeros.
+def keep_chosen_group(index: Array, selected: Array, own: Array) -> Array:
+    """Return a group's slice, `[*s]`, if its index is the selected one, else zeros.
 
-    Args:
-      index: The index of this group, int32 `[]`.
-      selected: The index of the group to select, int32 `[]`.
-      own: The slice of this group, an array `[*s]` that is no random key.
-
-    Returns:
-      `[*s]`, in the dtype of `own`.
+    The slice is no random key.
     """
     return jnp.where(index == selected, own, jnp.zeros((), own.dtype))
 
 
-def key_data(key):
+def key_data(key: Array) -> Array:
     """Convert a group's slice of typed random keys, `[*s]`, to raw data, `[*s, words]`.
 
     The data are unsigned integers, which can be added.
