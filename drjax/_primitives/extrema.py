@@ -17,42 +17,52 @@ of. An optimization barrier prevents that the compiler rematerializes x in betwe
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
 from jax.interpreters import ad
+from jax.typing import DTypeLike
 
 from drjax import _compat
+from drjax._compat.types import (
+    Array,
+    Aval,
+    DeviceArray,
+    GlobalArray,
+    Mesh,
+    PartitionedArray,
+)
+from drjax._partition import Partition
 from drjax._primitives import fused_lowering, levels_lowering, registration
 from drjax._primitives.collectives import broadcast_p, reduce_sum_p
 from drjax._primitives.map_fn import map_slices
+from drjax._primitives.registration import SlotIndices, Tangent
 from drjax._sharding.avals import global_aval
 from drjax._sharding.execute import shard_map_over_devices, vary
-from drjax._sharding.layout import make_layout
+from drjax._sharding.layout import Layout, make_layout
 
 reduce_max_p = registration.new_primitive("reduce_max")
 reduce_min_p = registration.new_primitive("reduce_min")
 
 
-def _executor(local, largest: bool):
-    """Make the execution function of `reduce_max` or `reduce_min`.
+def _executor(
+    local: Callable[[Layout, DeviceArray, SlotIndices], Array], largest: bool
+) -> Callable:
+    """Make the execution function of `reduce_max` (`largest`) or `reduce_min`.
 
-    Args:
-      local: `local(layout, x, indices)` reduces the slices `[k, *s]` of a device's k
-        slots (places for one group) to `[*s]`. `indices` are their group indices, int32
-        `[k]`, to leave out padding; None if no slot is padding.
-      largest: Whether the reduction is the maximum; else it is the minimum.
-
-    Returns:
-      `execute(x, partition=, mesh=)`, from a partitioned value `[n, *s]` to its
-      extremum over the groups, a global value `[*s]` in the same dtype.
+    `local(layout, x, indices)` reduces the slices of a device to `[*s]`.
     """
 
-    def execute(x, *, partition, mesh):
+    def execute(
+        x: PartitionedArray, *, partition: Partition, mesh: Mesh | None
+    ) -> GlobalArray:
         layout = make_layout(partition, mesh)
 
-        def body(x, indices=None):
+        def body(x: DeviceArray, indices: SlotIndices = None) -> list[Array]:
             y = local(layout, x, indices)
             return [across_devices(y, layout.axes, largest) if layout.axes else y]
 
@@ -63,42 +73,31 @@ def _executor(local, largest: bool):
     return execute
 
 
-def _local_extremum(reduce, identity):
+def _local_extremum(
+    reduce: Callable[..., Array], identity: Callable[[DTypeLike], Any]
+) -> Callable[[Layout, DeviceArray, SlotIndices], Array]:
     """Make the reduction of a device's slices, which leaves out padding.
 
-    Args:
-      reduce: `jnp.max` or `jnp.min`.
-      identity: From a dtype to the number that replaces padding before the reduction:
-        the lowest one for a maximum, the highest one for a minimum.
-
-    Returns:
-      `local(layout, x, indices)`, from the slices `[k, *s]` of a device's k slots
-      (places for one group) to `[*s]`. `indices` are the group indices of the slots,
-      int32 `[k]`; None if no slot is padding.
+    `reduce` is `jnp.max` or `jnp.min`, and `identity` makes of a dtype the number that
+    replaces padding before the reduction: the lowest one for a maximum, the highest one
+    for a minimum.
     """
 
-    def local(layout, x, indices):
+    def local(layout: Layout, x: DeviceArray, indices: SlotIndices) -> Array:
         return reduce(layout.mask_padding(x, indices, identity(x.dtype)), axis=0)
 
     return local
 
 
-def across_devices(x, axes, largest: bool):
+def across_devices(x: Array, axes: tuple[str, ...], largest: bool) -> Array:
     """Compute a value's maximum or minimum over the devices of mesh axes; NaN wins.
 
-    It is called inside a `shard_map` over these axes. It is a `pmax` or `pmin`, but
-    collectives on some platforms drop NaN. So the devices compare integers: the bits of
-    floats in the order of the floats, with NaN beyond the infinities. For i >= 0 the
-    bits of a float, read as an integer, are in its order; for i < 0 (sign bit set) they
-    are in reverse, and i ^ max, which flips all bits but the sign, restores it.
-
-    Args:
-      x: The device's value, an array `[*s]` of real numbers or bools.
-      axes: The names of the mesh axes, a nonempty tuple.
-      largest: True for the maximum, False for the minimum.
-
-    Returns:
-      The elementwise extremum, `[*s]`, in the dtype of `x`; all devices have it.
+    It is called inside a `shard_map` over these axes, one or more, for `[*s]` of real
+    numbers or bools. It is a `pmax` or `pmin`, but collectives on some platforms drop
+    NaN. So the devices compare integers: the bits of floats in the order of the floats,
+    with NaN beyond the infinities. For i >= 0 the bits of a float, read as an integer,
+    are in its order; for i < 0 (sign bit set) they are in reverse, and i ^ max, which
+    flips all bits but the sign, restores it.
     """
     collective, x = lax.pmax if largest else lax.pmin, vary(x, axes)
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -116,35 +115,26 @@ def across_devices(x, axes, largest: bool):
     return lax.bitcast_convert_type(flip(order), x.dtype).astype(dtype)
 
 
-def lowest(dtype):
+def lowest(dtype: DTypeLike) -> Any:
     """Return the identity of a maximum: -inf if a dtype has it, else its lowest number.
 
-    `dtype` is a dtype of real numbers or of bools; the result is a scalar, False for
-    bools.
+    The dtype is of real numbers or of bools, of which False is the lowest.
     """
     return _limit(dtype, -jnp.inf, "min")
 
 
-def highest(dtype):
+def highest(dtype: DTypeLike) -> Any:
     """Return the identity of a minimum: inf if a dtype has it, else its highest number.
 
-    `dtype` is a dtype of real numbers or of bools; the result is a scalar, True for
-    bools.
+    The dtype is of real numbers or of bools, of which True is the highest.
     """
     return _limit(dtype, jnp.inf, "max")
 
 
-def _limit(dtype, infinity: float, side: str):
+def _limit(dtype: DTypeLike, infinity: float, side: str) -> Any:
     """Return `infinity` if a dtype has it, else the dtype's lowest or highest number.
 
-    Args:
-      dtype: The dtype, of real numbers or bools.
-      infinity: `jnp.inf` or `-jnp.inf`.
-      side: "max" for the highest number, "min" for the lowest: the attribute of
-        `jnp.finfo` or `jnp.iinfo` to read.
-
-    Returns:
-      A scalar; for bools True if `side` is "max", else False.
+    `side` is the attribute of `jnp.finfo` or `jnp.iinfo` to read: "max" or "min".
     """
     if dtype == jnp.bool_:
         return side == "max"
@@ -155,34 +145,25 @@ def _limit(dtype, infinity: float, side: str):
     return getattr(jnp.finfo(dtype), side)  # some 8-bit floats have no infinities
 
 
-def _is_extremum(x, y):
-    """Mark where a group's slice attains the extremum over the groups.
-
-    Args:
-      x: The slice, `[*s]`.
-      y: The extremum, `[*s]`.
-
-    Returns:
-      `[*s]` in the dtype of `x`: 1 where the elements are equal, else 0.
-    """
+def _is_extremum(x: Array, y: Array) -> Array:
+    """Mark by 1, else 0, where a group's slice attains the extremum over the groups."""
     return jnp.where(x == y, 1, 0).astype(x.dtype)
 
 
-def _jvp_rule(primitive):
+def _jvp_rule(primitive: Primitive) -> Callable:
     """Make the JVP rule of `reduce_max_p` or `reduce_min_p`.
 
     The tangent of the extremum is, elementwise, the mean of the tangents of the groups
     that attain the extremum.
-
-    Args:
-      primitive: `reduce_max_p` or `reduce_min_p`.
-
-    Returns:
-      `jvp((x,), (dx,), partition=, mesh=)`, from a partitioned value and its tangent,
-      `[n, *s]` each, to `(extremum, its tangent)`, `[*s]` each.
     """
 
-    def jvp(primals, tangents, *, partition, mesh):
+    def jvp(
+        primals: tuple[PartitionedArray],
+        tangents: tuple[PartitionedArray],
+        *,
+        partition: Any,
+        mesh: Any,
+    ) -> tuple[GlobalArray, Tangent]:
         (x,), (dx,) = primals, tangents
         params = dict(partition=partition, mesh=mesh)
         # The compiler may duplicate the computation of x, with other rounding, for the
@@ -203,7 +184,7 @@ def _jvp_rule(primitive):
     return jvp
 
 
-def _abstract_eval(x, *, partition, mesh):
+def _abstract_eval(x: Aval, *, partition: Partition, mesh: Mesh | None) -> Aval:
     # As `jnp.max`, the execution returns no weak type.
     return global_aval(x, make_layout(partition, mesh)).update(weak_type=False)
 

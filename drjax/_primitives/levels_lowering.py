@@ -23,14 +23,23 @@ not results of the map themselves.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from jax.extend.core import Primitive
 
 from drjax import _compat
+from drjax._compat.types import (
+    Array,
+    Aval,
+    ClosedJaxpr,
+    DeviceArray,
+    GlobalArray,
+    Mesh,
+    PartitionedArray,
+)
 from drjax._partition import Partition
 from drjax._primitives import registration
+from drjax._primitives.registration import SlotIndices
 from drjax._sharding.avals import global_aval, partitioned_aval
 from drjax._sharding.execute import (
     shard_map_over_devices,
@@ -66,28 +75,15 @@ def register_merging(primitive: Primitive, merging: Merging) -> None:
     """Register that a reduction may merge with the same one over an inner level.
 
     Then a reduction over an inner level in each group, and one of the results over the
-    outer level, are lowered as one collective over the mesh axes of both. A second call
-    for a primitive replaces the first.
-
-    Args:
-      primitive: The reduction. Equations of it merge if they have no parameters but
-        `partition` and `mesh`.
-      merging: A `Merging`: how a device reduces its own slices, and how a collective
-        combines the devices' results.
+    outer level, are lowered as one collective over the mesh axes of both. Equations
+    merge if they have no parameters but `partition` and `mesh`. A second call for a
+    primitive replaces the first.
     """
     _REDUCTIONS[primitive] = merging
 
 
 def is_sum(primitive: Primitive) -> bool:
-    """Return whether a reduction is the sum.
-
-    Only of a sum can the lowering of the `map_fn` that computes the slices return the
-    device's partial sums itself, so that no `[n, *s]` is stored.
-
-    Args:
-      primitive: A reduction for which `register_merging` was called; any other raises
-        `KeyError`.
-    """
+    """Return `Merging.is_sum` of a reduction that `register_merging` registered."""
     return _REDUCTIONS[primitive].is_sum
 
 
@@ -97,24 +93,21 @@ def is_sum(primitive: Primitive) -> bool:
 partial_reduction_p = registration.new_primitive("partial_reduction")
 
 
-def execute_partial_reduction(x, *, partition, mesh, reduction):
-    """Execution function of `partial_reduction`: reduce the slices on each device.
+def execute_partial_reduction(
+    x: PartitionedArray,
+    *,
+    partition: Partition,
+    mesh: Mesh | None,
+    reduction: Primitive,
+) -> PartitionedArray:
+    """Reduce the slices on each of m devices: slice d of `[m, *s]` is that of device d.
 
-    There is no communication. Padding is left out.
-
-    Args:
-      x: The partitioned value, `[n, *s]`.
-      partition: The `Partition`, of n groups.
-      mesh: The mesh, which has the partition's axes, m devices.
-      reduction: The primitive of the reduction, for which `register_merging` was
-        called.
-
-    Returns:
-      `[m, *s]`: slice d is the reduction over the groups of device d.
+    There is no communication. Padding is left out. `reduction` is one for which
+    `register_merging` was called, and the mesh has the partition's axes.
     """
     layout = make_layout(partition, mesh)
 
-    def body(x, indices=None):
+    def body(x: DeviceArray, indices: SlotIndices = None) -> list[Array]:
         y = _REDUCTIONS[reduction].local(layout, x, indices)
         return [vary(y, layout.axes)[None]]
 
@@ -124,7 +117,9 @@ def execute_partial_reduction(x, *, partition, mesh, reduction):
     )[0]
 
 
-def _partial_abstract_eval(x, *, partition, mesh, reduction):
+def _partial_abstract_eval(
+    x: Aval, *, partition: Partition, mesh: Mesh | None, reduction: Primitive
+) -> Aval:
     layout = make_layout(partition, mesh)
     devices = Partition(partition.name, layout.devices, partition.mesh_axes)
     aval = partitioned_aval(global_aval(x, layout), make_layout(devices, mesh))
@@ -160,24 +155,21 @@ class InnerReduction:
 
 
 @_compat.weakref_lru_cache
-def with_partial_reductions(jaxpr) -> tuple[Any, dict[int, InnerReduction]]:
+def with_partial_reductions(
+    jaxpr: ClosedJaxpr,
+) -> tuple[ClosedJaxpr, dict[int, InnerReduction]]:
     """Add the devices' parts of inner reductions to the results of a mapped function.
 
     A result of the jaxpr is an inner reduction if a reduction equation computes it, for
     which `register_merging` was called; the equation has no options, such as an
     encoding or a sharded result; and its partition is sharded over m devices. For each
     such result, the new jaxpr also returns what each of these devices has before the
-    collective, by a `partial_reduction` equation. Cached by the jaxpr.
+    collective, by a `partial_reduction` equation. Cached by the jaxpr, which has no
+    constants.
 
-    Args:
-      jaxpr: The closed jaxpr of one group of the outer level, without constants.
-
-    Returns:
-      `(extended, inner)`. `extended` is the closed jaxpr whose additional results,
-      `[m, *s]` each, follow those of `jaxpr`. `inner` is a dict from the position of
-      each inner reduction among the results of `jaxpr` to its `InnerReduction`: the
-      primitive, the inner mesh axes, and the position of the additional result in
-      `extended`. `(jaxpr, {})` if no result is an inner reduction.
+    The additional results, `[m, *s]` each, follow those of `jaxpr`. The dict has the
+    `InnerReduction` of each by the position of the inner reduction among the results of
+    `jaxpr`. `(jaxpr, {})` if no result is an inner reduction.
     """
     raw = _compat.open_jaxpr(jaxpr)
     defined = {eqn.outvars[0]: eqn for eqn in raw.eqns if eqn.primitive in _REDUCTIONS}
@@ -201,22 +193,17 @@ def with_partial_reductions(jaxpr) -> tuple[Any, dict[int, InnerReduction]]:
     return (_compat.with_results(jaxpr, eqns), inner) if eqns else (jaxpr, inner)
 
 
-def reduce_levels(x, *, layout: Layout, inner: InnerReduction):
+def reduce_levels(
+    x: PartitionedArray, *, layout: Layout, inner: InnerReduction
+) -> GlobalArray:
     """Reduce the parts of an inner reduction over the outer level: one collective.
 
-    Args:
-      x: For each of the n groups of the outer level the parts of the reduction on the m
-        devices of the inner level, `[n, m, *s]`.
-      layout: The layout of the outer level, which is sharded.
-      inner: The `InnerReduction`, of which the primitive of the reduction and the mesh
-        axes of the inner level are read.
-
-    Returns:
-      The reduction over both levels, a global value `[*s]`.
+    `x` has for each of the n groups of the outer level, which is sharded, the parts of
+    the reduction on the m devices of the inner level, `[n, m, *s]`.
     """
     reduction = _REDUCTIONS[inner.primitive]
 
-    def body(x, indices=None):
+    def body(x: DeviceArray, indices: SlotIndices = None) -> Array:
         y = reduction.local(layout, jax.lax.squeeze(x, (1,)), indices)
         return reduction.across(y, (*layout.axes, *inner.axes))
 

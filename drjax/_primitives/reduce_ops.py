@@ -37,7 +37,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
+from jax.typing import DTypeLike
 
+from drjax._compat.types import Array, DeviceArray
 from drjax._primitives.collectives import (
     reduce_mean_p,
     reduce_sum_p,
@@ -50,6 +53,7 @@ from drjax._primitives.extrema import (
     reduce_max_p,
     reduce_min_p,
 )
+from drjax.plan import Reduce
 
 # A running sum has a second accumulator, for the rounding errors, if that is cheap (at
 # most FEW_NUMBERS elements) or needed (more than MANY_STEPS steps). In float32, s steps
@@ -59,7 +63,7 @@ FEW_NUMBERS = 1024
 MANY_STEPS = 4096
 
 
-def wide(dtype: Any) -> Any:
+def wide(dtype: DTypeLike) -> DTypeLike:
     """Return the dtype in which the host combines workers' partial reductions.
 
     It has the kind of `dtype` and 64 bits (128 for complex numbers); a dtype that is no
@@ -117,14 +121,10 @@ class ReduceOp:
     if_no_group: float = 0.0
     lax_primitives: tuple[Any, ...] = ()
 
-    def local(self, slices: jax.Array) -> jax.Array:
+    def local(self, slices: DeviceArray) -> Array:
         """Reduce slices of k groups over axis 0, to their partial reduction.
 
-        Args:
-          slices: The slices, `[k, *s]`.
-
-        Returns:
-          The partial reduction, `[*s]`, in the dtype `self.accumulator(slices.dtype)`.
+        Its dtype is `self.accumulator(slices.dtype)`.
         """
         reduce = getattr(jnp, _OVER_AN_AXIS[self.ufunc])
         # No wider dtype: the result is bitwise one of the values.
@@ -132,7 +132,7 @@ class ReduceOp:
             return reduce(slices, axis=0)
         return reduce(slices, axis=0, dtype=self.accumulator(slices.dtype))
 
-    def accumulator(self, dtype):
+    def accumulator(self, dtype: DTypeLike) -> DTypeLike:
         """Return the dtype of partial reductions on a device, for values of `dtype`.
 
         It is float32 for 16-bit floats, unless the reduction `selects` a value of some
@@ -140,16 +140,15 @@ class ReduceOp:
         """
         return dtype if self.selects else accumulator(dtype)
 
-    def wide(self, dtype):
-        """Return the dtype of partial reductions on the host, for values of `dtype`.
+    def wide(self, dtype: DTypeLike) -> DTypeLike:
+        """Return the dtype of partial reductions on the host: `wide(dtype)`, as a rule.
 
         It is `dtype` itself if the reduction `selects` a value of some group, as a
-        maximum does; else the dtype of the same kind with 64 bits, or 128 for complex
-        numbers. A dtype that is no number, as bool, is returned as it is.
+        maximum does.
         """
         return dtype if self.selects else wide(dtype)
 
-    def combine(self, x, y):
+    def combine(self, x: Array, y: Array) -> Array:
         """Combine the partial reductions of two disjoint sets of groups, on a device.
 
         `x` and `y` are arrays `[*s]` of one dtype, and so is the result.
@@ -173,37 +172,24 @@ def register(op: ReduceOp) -> ReduceOp:
     """Register a reduction, so that the planner, plan files and backends know it.
 
     They look it up by its name (`REDUCE_OPS`), by its primitive (`of_primitive`), or by
-    an equivalent primitive of `jax.lax` (`of_lax_primitive`).
-
-    Args:
-      op: The reduction. One with the same name or primitive is replaced.
-
-    Returns:
-      `op`.
+    an equivalent primitive of `jax.lax` (`of_lax_primitive`). One with the same name or
+    primitive is replaced.
     """
     REDUCE_OPS[op.name] = _of_primitive[op.primitive] = op
     _of_lax_primitive.update(dict.fromkeys(op.lax_primitives, op))
     return op
 
 
-def of_primitive(primitive: Any) -> ReduceOp | None:
-    """Look up the registered reduction with a primitive; None if there is none.
-
-    Args:
-      primitive: Any JAX primitive; reductions have one of drjax, such as
-        `reduce_sum_p`.
-    """
+def of_primitive(primitive: Primitive) -> ReduceOp | None:
+    """Look up the registered reduction with a primitive; None if there is none."""
     return _of_primitive.get(primitive)
 
 
-def of_lax_primitive(primitive: Any) -> ReduceOp | None:
+def of_lax_primitive(primitive: Primitive) -> ReduceOp | None:
     """Look up the drjax reduction that a `jax.lax` reduction over the group axis is.
 
-    Args:
-      primitive: Any JAX primitive, such as `jax.lax.reduce_max_p`.
-
-    Returns:
-      The registered reduction with it in `lax_primitives`; None if there is none.
+    It is the registered one with the primitive in `lax_primitives`; None if there is
+    none.
     """
     return _of_lax_primitive.get(primitive)
 
@@ -255,20 +241,13 @@ register(
 )
 
 
-def is_compensated(reduce, steps: int) -> bool:
+def is_compensated(reduce: Reduce, steps: int) -> bool:
     """Decide whether a running sum has a second accumulator, for its rounding errors.
 
     It has one if it adds up 16-bit or 32-bit floats, or complex64, and either one
-    group's slice has at most `FEW_NUMBERS` elements, or the loop has more than
-    `MANY_STEPS` steps. A symbolic number of elements counts as large. A reduction that
-    is not additive, such as a maximum, has none.
-
-    Args:
-      reduce: The reduction of a plan, a `drjax.plan.Reduce` (not a gather).
-      steps: The number of steps of the loop that accumulates it.
-
-    Returns:
-      True if it has a second accumulator, else False.
+    group's slice has at most `FEW_NUMBERS` elements, or the loop that accumulates it
+    has more than `MANY_STEPS` steps. A symbolic number of elements counts as large. A
+    reduction that is not additive, such as a maximum, has none. `reduce` is no gather.
     """
     source = reduce.source
     if not REDUCE_OPS[reduce.op].additive:
@@ -306,16 +285,12 @@ class Running:
     value: Any
     excess: Any = None
 
-    def add(self, x) -> "Running":
+    def add(self, x: Array) -> "Running":
         """Combine the running reduction with a partial reduction of further groups.
 
-        Args:
-          x: The partial reduction, an array `[*s]` in the dtype of `value`.
-
-        Returns:
-          The new running reduction. Its `excess`, the rounding error of its `value`, is
-          None if that of this one is; else `x` is added with the rounding error taken
-          into account. This one is unchanged.
+        `x` is `[*s]` in the dtype of `value`. The `excess` of the new running
+        reduction, the rounding error of its `value`, is None if that of this one is;
+        else `x` is added with the rounding error taken into account.
         """
         if self.excess is None:
             return Running(self.op, REDUCE_OPS[self.op].combine(self.value, x))
@@ -326,9 +301,9 @@ class Running:
         excess = jnp.where(jnp.isfinite(excess), excess, 0)
         return Running(self.op, value, excess)
 
-    def tree_flatten(self):
+    def tree_flatten(self) -> tuple[tuple[Any, Any], str]:
         return (self.value, self.excess), self.op
 
     @classmethod
-    def tree_unflatten(cls, op, children):
+    def tree_unflatten(cls, op: str, children: tuple[Any, Any]) -> "Running":
         return cls(op, *children)

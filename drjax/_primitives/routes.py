@@ -34,14 +34,25 @@ to count from the end, is up to the caller. Reverse mode inside a user's
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 from jax.sharding import PartitionSpec as P
 
 from drjax import _compat
+from drjax._compat import UndefinedPrimal
+from drjax._compat.types import (
+    Array,
+    Aval,
+    DeviceArray,
+    GlobalArray,
+    Mesh,
+    PartitionedArray,
+)
 from drjax._jaxprs.prng_keys import is_key, on_raw
 from drjax._partition import Partition
 from drjax._primitives import registration
@@ -65,22 +76,15 @@ MOVES = {"permute": permute_p, "take": take_p, "put_add": put_add_p}
 # Bits: what a collective can send, and add to zeros without a change
 
 
-def _move_bits(move: Callable, x):
-    """Move slices of an array of any dtype as integers.
+def _move_bits(move: Callable[[Array], Array], x: Array) -> Array:
+    """Move slices `[k, *s]` of any dtype, random keys included, as integers.
 
     `move` may use a collective that adds slices to zeros. On integers this is an exact
-    copy; on floats it would change NaNs and the sign of zeros.
-
-    Args:
-      move: From an array of integers `[k, *s]` to one of the same dtype. Each element
-        of its result is an element of its operand, or zero. It gets the bits of floats
-        as unsigned integers; bools as uint8; the raw data of random keys; of complex
-        numbers the bits of real and imaginary parts, along a new last axis; and
-        integers as they are.
-      x: The array, `[k, *s]`, of any dtype, random keys included.
-
-    Returns:
-      What `move` would return for `x`, in the dtype of `x`.
+    copy; on floats it would change NaNs and the sign of zeros. So each element of its
+    result is an element of its operand, or zero, and its operand has the bits of floats
+    as unsigned integers; bools as uint8; the raw data of random keys; of complex
+    numbers the bits of real and imaginary parts, along a new last axis; and integers as
+    they are.
     """
     dtype = x.dtype
     if is_key(dtype):
@@ -101,34 +105,30 @@ def _move_bits(move: Callable, x):
 # permute: [n, *s] -> [n, *s] by a static permutation
 
 
-def execute_permute(x, *, sources, partition, mesh):
-    """Execution function of `permute`: group j gets the slice of group `sources[j]`.
+def execute_permute(
+    x: PartitionedArray,
+    *,
+    sources: tuple[int, ...],
+    partition: Partition,
+    mesh: Mesh | None,
+) -> PartitionedArray:
+    """Give group j the slice of group `sources[j]`.
 
     On m devices with k groups each it is up to k `ppermute`s, of the slices that change
     their device.
-
-    Args:
-      x: The partitioned value, `[n, *s]`.
-      sources: A permutation of 0 to n - 1, a tuple: element j is the group that group j
-        gets its slice from.
-      partition: The `Partition`, of n groups.
-      mesh: The mesh, or None: the program runs locally.
-
-    Returns:
-      The partitioned value, `[n, *s]`.
     """
     layout = make_layout(partition, mesh)
     if not layout.axes:
         return x[np.asarray(sources, np.int32)]
     moves = schedule(sources, layout.devices, layout.per_device)
 
-    def body(x, first):
+    def body(x: DeviceArray, first: Array) -> list[DeviceArray]:
         device = first[0] // layout.per_device
         of_device = lambda table: lax.dynamic_index_in_dim(
             jnp.asarray(table), device, keepdims=False
         )
 
-        def move(x):
+        def move(x: DeviceArray) -> DeviceArray:
             parts = [x]
             for step in moves.steps:
                 # A ppermute takes operands that vary over all of its axes.
@@ -142,10 +142,7 @@ def execute_permute(x, *, sources, partition, mesh):
 
 
 def is_permutation(index: Sequence[int], n: int) -> bool:
-    """Return whether an index has each of 0 to n - 1 exactly once.
-
-    `index` is a sequence of Python integers.
-    """
+    """Return whether an index has each of 0 to n - 1 exactly once."""
     return sorted(index) == [*range(n)]
 
 
@@ -159,7 +156,9 @@ def inverse(sources: tuple[int, ...]) -> tuple[int, ...]:
 
 
 # <permute(x), y> = sum_j <x[s(j)], y_j> = sum_i <x_i, y[s^-1(i)]>
-def _permute_transpose(ct, x, *, sources, **params):
+def _permute_transpose(
+    ct: PartitionedArray, x: UndefinedPrimal, *, sources: tuple[int, ...], **params: Any
+) -> list[PartitionedArray]:
     return [permute_p.bind(ct, sources=inverse(sources), **params)]
 
 
@@ -167,22 +166,13 @@ def _permute_transpose(ct, x, *, sources, **params):
 # take: [n, *s], index [k] -> [k, *s]
 
 
-def execute_take(x, index, *, partition, mesh):
-    """Execution function of `take`: group j gets the slice of group `index[j]`.
+def execute_take(
+    x: PartitionedArray, index: GlobalArray, *, partition: Partition, mesh: Mesh | None
+) -> PartitionedArray:
+    """Give group j the slice of group `index[j]`.
 
     On a mesh it is one reduce-scatter, or an all-gather of `x` if the result has more
     slots (groups per device times devices) than `x`.
-
-    Args:
-      x: The partitioned value, `[n, *s]`.
-      index: For each group j of the result the group of `x` whose slice it gets, int32
-        `[k]`, a global value. One that is not in 0 to n - 1 gets zeros.
-      partition: The `Partition` of `x`, of n groups.
-      mesh: The mesh, or None: the program runs locally.
-
-    Returns:
-      The partitioned value, `[k, *s]`, over a partition of k groups with the same name
-      and mesh axes.
     """
     layout = make_layout(partition, mesh)
     if not layout.axes:
@@ -193,14 +183,16 @@ def execute_take(x, index, *, partition, mesh):
 
     if result.num_slots > layout.num_slots:
 
-        def body_of_many(x, index, first):
+        def body_of_many(
+            x: DeviceArray, index: Array, first: Array
+        ) -> list[DeviceArray]:
             own = _own_index(index, layout, result, first)
             return [_move_bits(lambda x: _slices_at(_all_slices(layout, x), own), x)]
 
         divided = _index_on_devices(index, result, 0)
         return _run_on_devices(layout, body_of_many, x, *divided, result=result)
 
-    def body(x, index, first):
+    def body(x: DeviceArray, index: Array, first: Array) -> list[DeviceArray]:
         position = _pad_index(index, result, 0) - first
         # One device has the slice, the others zeros: a sum of bits is a copy.
         move = lambda x: reduce_scatter(result, _slices_at(x, position))
@@ -209,14 +201,16 @@ def execute_take(x, index, *, partition, mesh):
     return _run_on_devices(layout, body, x, index, result=result)
 
 
-def _slices_at(x, index):
+def _slices_at(x: Array, index: Array) -> Array:
     """Return `x[index]`, with zeros where an index is negative or beyond the end."""
     get = x.at[index].get
     return get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
 # <take(x, i), y> = sum_j <x[i_j], y_j> = sum_k <x_k, sum_{j: i_j = k} y_j>
-def _take_transpose(ct, x, index, **params):
+def _take_transpose(
+    ct: PartitionedArray, x: UndefinedPrimal, index: GlobalArray, **params: Any
+) -> list[PartitionedArray | None]:
     return [put_add_p.bind(ct, index, **params), None]
 
 
@@ -224,29 +218,19 @@ def _take_transpose(ct, x, index, **params):
 # put_add: [k, *s], index [k] -> [n, *s]
 
 
-def execute_put_add(x, index, *, partition, mesh):
-    """Execution function of `put_add`: the slice of group j is added to `index[j]`.
+def execute_put_add(
+    x: PartitionedArray, index: GlobalArray, *, partition: Partition, mesh: Mesh | None
+) -> PartitionedArray:
+    """Add the slice of group j to slice `index[j]` of the result, from zeros on.
 
     16-bit floats are added in float32 on each device, and communicated in 16 bits. On a
     mesh it is one reduce-scatter, or an all-gather of `x` if the result has more slots
     (groups per device times devices) than `x`.
-
-    Args:
-      x: The partitioned value, `[k, *s]`, of a dtype with arithmetic.
-      index: For each group j of `x` the group of the result to which its slice is
-        added, int32 `[k]`, a global value. With one that is not in 0 to n - 1 the slice
-        is dropped.
-      partition: The `Partition` of the result, n groups.
-      mesh: The mesh, or None: the program runs locally.
-
-    Returns:
-      The partitioned value, `[n, *s]`: slice i is the sum of the slices j of `x` with
-      `index[j] = i`, zeros if there is none.
     """
     result = make_layout(partition, mesh)
     wide = accumulator(x.dtype)
 
-    def add(x, index, size: int):
+    def add(x: Array, index: Array, size: int) -> Array:
         # Of the type of a slice, which Explicit axes may shard.
         zero = jnp.zeros_like(lax.index_in_dim(x, 0, keepdims=False), wide)
         added = (
@@ -263,7 +247,9 @@ def execute_put_add(x, index, *, partition, mesh):
     dropped = result.num_slots  # the index of padding: beyond all slots
     if result.num_slots > layout.num_slots:
 
-        def body_of_few(x, index, first):
+        def body_of_few(
+            x: DeviceArray, index: Array, first: Array
+        ) -> list[DeviceArray]:
             size = result.per_device
             position = _pad_index(index, layout, dropped)
             position = position - first // layout.per_device * size
@@ -271,7 +257,7 @@ def execute_put_add(x, index, *, partition, mesh):
 
         return _run_on_devices(layout, body_of_few, x, index, result=result)
 
-    def body(x, index, first):
+    def body(x: DeviceArray, index: Array, first: Array) -> list[DeviceArray]:
         own = _own_index(index, layout, layout, first)
         return [reduce_scatter(result, add(x, own, dropped))]
 
@@ -279,19 +265,13 @@ def execute_put_add(x, index, *, partition, mesh):
                        result=result)  # fmt: skip
 
 
-def partitions_of(eqn) -> tuple[Partition, Partition]:
-    """Return the partitions of the operand and of the result of a building block.
+def partitions_of(eqn: Any) -> tuple[Partition, Partition]:
+    """Return the partitions of the first operand and of the result of a building block.
 
     Both are the parameter `partition` of the equation, but for `take` and `put_add`.
     These have an index of k elements as their second operand. The result of a `take`,
     and the first operand of a `put_add`, has k groups, in a partition with the name and
     mesh axes of the parameter.
-
-    Args:
-      eqn: An equation of a primitive of drjax with the parameter `partition`.
-
-    Returns:
-      `(partition of the first operand, partition of the result)`.
     """
     partition = eqn.params["partition"]
     if eqn.primitive not in (take_p, put_add_p):
@@ -301,16 +281,12 @@ def partitions_of(eqn) -> tuple[Partition, Partition]:
     return pair if eqn.primitive is take_p else pair[::-1]
 
 
-def last_writer(index, n: int):
-    """Find for each group the last one of several that write to it.
+def last_writer(index: Array, n: int) -> Array:
+    """Find for each of n groups the last one of several that write to it.
 
-    Args:
-      index: For each of k groups the group to which it writes, from 0 to n - 1, int32
-        `[k]`; n if it writes to none.
-      n: The number of groups to which they write.
-
-    Returns:
-      int32 `[n]`: element i is the largest j with `index[j] = i`; -1 if there is none.
+    `index` has for each of k groups the group to which it writes, int32 `[k]`; n if it
+    writes to none. Element i of the result, int32 `[n]`, is the largest j with
+    `index[j] = i`; -1 if there is none.
     """
     none = jnp.full(n, -1, jnp.int32)
     writers = jnp.arange(index.shape[0], dtype=jnp.int32)
@@ -319,38 +295,32 @@ def last_writer(index, n: int):
 
 # <put_add(x, i), y> = sum_k <sum_{j: i_j = k} x_j, y_k> = sum_j <x_j, y[i_j]>, where
 # y[i_j] is zero for an i_j that is no k.
-def _put_add_transpose(ct, x, index, **params):
+def _put_add_transpose(
+    ct: PartitionedArray, x: UndefinedPrimal, index: GlobalArray, **params: Any
+) -> list[PartitionedArray | None]:
     return [take_p.bind(ct, index, **params), None]
 
 
-def _layout_of_index(index, partition: Partition, mesh) -> Layout:
-    """Return the layout of a value with a slice for each element of an index.
+def _layout_of_index(
+    index: GlobalArray | Aval, partition: Partition, mesh: Mesh | None
+) -> Layout:
+    """Return the layout of a value with a slice for each element of an index `[k]`.
 
-    Args:
-      index: The index, int32 `[k]`.
-      partition: The partition whose name and mesh axes the value's partition has.
-      mesh: The mesh, or None: the program runs locally.
-
-    Returns:
-      The layout of the partition of k groups.
+    Its partition has the name and mesh axes of `partition`.
     """
     return make_layout(replace(partition, size=index.shape[0]), mesh)
 
 
-def _index_on_devices(index, layout: Layout, fill: int):
-    """Pad an index, and divide it over the devices, for `_run_on_devices`.
+def _index_on_devices(
+    index: GlobalArray, layout: Layout, fill: int
+) -> tuple[GlobalArray, P | bool]:
+    """Pad an index, and divide it over the devices: two arguments of `_run_on_devices`.
 
-    Args:
-      index: The index, int32, with an element for each group of the layout, a global
-        value.
-      layout: The layout: m devices with k slots (places for one group) each.
-      fill: The element for padded slots, which are the last ones.
-
-    Returns:
-      `(index, spec)`, two arguments of `_run_on_devices`. `index` is the padded index,
-      int32 `[k * m]`. `spec` is the `PartitionSpec` by which each device gets the
-      elements of its own slots; or False if the layout is not sharded: then the code of
-      each device gets the whole index.
+    A global value with an element for each group of the layout, int32, gets the element
+    `fill` for padded slots, which are the last ones: int32 `[k * m]` for m devices with
+    k slots (places for one group) each. The `PartitionSpec` gives each device the
+    elements of its own slots; it is False if the layout is not sharded: then the code
+    of each device gets the whole index.
     """
     index = _pad_index(index, layout, fill)
     if not layout.sharded:
@@ -358,25 +328,18 @@ def _index_on_devices(index, layout: Layout, fill: int):
     return as_operand(index, layout, True), P(layout.axes)
 
 
-def _own_index(index, layout: Layout, of: Layout, first):
+def _own_index(index: Array, layout: Layout, of: Layout, first: Array) -> Array:
     """Return the elements of a padded index that belong to the slots of this device.
 
     It is called in the code of one device. A slot is a place for one group, and the
     padded index has an element for each slot of the layout `of`. If that layout is
     sharded, `_run_on_devices` has divided the index over the devices already, and it is
-    returned. Inside a user's `shard_map` over the partition's axes, each device has the
-    whole index, and its part is cut out.
+    returned, `[k]`. Inside a user's `shard_map` over the partition's axes, each device
+    has the whole index, `[k * m]`, and its part `[k]` is cut out.
 
-    Args:
-      index: The index, int32: `[k]` if `of` is sharded, else `[k * m]`, for m devices
-        with k slots each in `of`.
-      layout: Another layout on the same devices, or the same one. With `first`, it
-        tells which device this is.
-      of: The layout whose slots the index has elements for.
-      first: The group index of this device's first slot in `layout`, int32 `[1]`.
-
-    Returns:
-      int32 `[k]`, for the k slots of the device in the layout `of`.
+    `first` is the group index of this device's first slot in `layout`, int32 `[1]`;
+    `layout` is `of`, or another layout on the same devices. They tell which device this
+    is.
     """
     if of.sharded:
         return index
@@ -385,47 +348,32 @@ def _own_index(index, layout: Layout, of: Layout, first):
     return vary(own, layout.axes)
 
 
-def _all_slices(layout: Layout, x):
+def _all_slices(layout: Layout, x: DeviceArray) -> Array:
     """Gather the slices of all devices' slots, `[k * m, *s]`, by an all-gather.
 
-    Args:
-      layout: The layout: k slots (places for one group) on each of m devices.
-      x: The slices of this device's slots, `[k, *s]`.
-
-    Returns:
-      The slices in the order of the groups, padding last, the same on all devices.
+    They are in the order of the groups, padding last, and the same on all devices.
     """
     return lax.all_gather(vary(x, layout.axes), layout.axes, tiled=True)
 
 
 def _run_on_devices(
     layout: Layout,
-    body: Callable,
-    x,
-    index=None,
+    body: Callable[..., list[DeviceArray]],
+    x: PartitionedArray,
+    index: GlobalArray | None = None,
     spec: P | bool = False,
     result: Layout | None = None,
-):
+) -> PartitionedArray:
     """Run a function of one device's slices on all devices, to move slices.
 
     On a sharded layout, the function runs in a `shard_map` over the partition's mesh
     axes. Inside a user's `shard_map` over these axes it is called without another one,
-    as the arguments are those of one device already.
+    as the arguments and the result are those of one device already.
 
-    Args:
-      layout: The layout of `x`: k slots (places for one group) on each device.
-      body: `body(x, first)`, or with an index `body(x, index, first)`: from the
-        device's slices `[k, *s]`, the index, and the group index of the device's first
-        slot, int32 `[1]`, to a list with the device's slices of the result.
-      x: The partitioned value, `[n, *s]`; inside a user's `shard_map`, `[k, *s]`.
-      index: The index that `body` takes, int32, or None: `body` takes none.
-      spec: The `PartitionSpec` by which the index is divided over the devices; False:
-        each device gets all of it.
-      result: The layout of the result; None: `layout`.
-
-    Returns:
-      The result, a partitioned value without padding; inside a user's `shard_map`, the
-      slices of this device.
+    `body(x, first)`, or with an index `body(x, index, first)`, takes the device's
+    slices, the index, and the group index of the device's first slot, int32 `[1]`. The
+    index, int32, is divided over the devices by `spec`; False: each device gets all of
+    it. `layout` is that of `x`; `result` is that of the result, if it is another one.
     """
     args, specs = ([x], [True]) if index is None else ([x, index], [True, spec])
     return shard_map_over_devices(
@@ -433,18 +381,11 @@ def _run_on_devices(
     )[0]
 
 
-def _pad_index(index, layout: Layout, fill: int):
-    """Append elements to an index, so that it has one for each slot of a layout.
+def _pad_index(index: Array, layout: Layout, fill: int) -> Array:
+    """Append `fill` to an index, so that it has an element for each slot of a layout.
 
-    A slot is a place for one group on a device; the last slots may be padding.
-
-    Args:
-      index: The index, `[n]`, with an element for each group.
-      layout: The layout: n groups, m devices with k slots each.
-      fill: The element for padded slots.
-
-    Returns:
-      The index, `[k * m]`, in its dtype.
+    A slot is a place for one group on a device; the last slots may be padding. The
+    index is `[n]`, and then `[k * m]` for m devices with k slots each.
     """
     extra = layout.num_slots - layout.partition.size
     return lax.pad(index, jnp.asarray(fill, index.dtype), [(0, extra, 0)])
@@ -454,53 +395,45 @@ def _pad_index(index, layout: Layout, fill: int):
 # All registrations
 
 
-def _abstract_eval(x, *index, partition, mesh, **_):
+def _abstract_eval(
+    x: Aval, *index: Aval, partition: Partition, mesh: Mesh | None, **_: Any
+) -> Aval:
     # The execution works on bits, and the result of a cast is not weakly typed.
     return x.update(weak_type=False)
 
 
-def _abstract_take(x, index, *, partition, mesh):
+def _abstract_take(
+    x: Aval, index: Aval, *, partition: Partition, mesh: Mesh | None
+) -> Aval:
     return _aval_with_groups(x, _layout_of_index(index, partition, mesh))
 
 
-def _abstract_put_add(x, index, *, partition, mesh):
+def _abstract_put_add(
+    x: Aval, index: Aval, *, partition: Partition, mesh: Mesh | None
+) -> Aval:
     return _aval_with_groups(x, make_layout(partition, mesh))
 
 
-def _aval_with_groups(x, layout: Layout):
+def _aval_with_groups(x: Aval, layout: Layout) -> Aval:
     """Return the type of a partitioned value with the slices of another, and n groups.
 
-    Args:
-      x: The type of the other partitioned value, `[k, *s]`.
-      layout: The layout of the partition of n groups.
-
-    Returns:
-      The type `[n, *s]`; inside a user's `shard_map` over the partition's axes, with
-      the number of groups of a device instead of n. The rest is that of `x`, but it is
-      not weakly typed.
+    It is the type of `x`, `[k, *s]`, but `[n, *s]`, and not weakly typed. Inside a
+    user's `shard_map` over the partition's axes, n is the number of groups of a device.
     """
     shape = (layout.group_axis_size, *x.shape[1:])
     return x.update(shape=shape, weak_type=False)
 
 
-def _batch_indexed(primitive) -> Callable:
+def _batch_indexed(primitive: Primitive) -> Callable:
     """Make the batching rule of `take_p` or `put_add_p`.
 
     If only the value is batched, the rule binds the primitive once, with the batch
     dimension behind the group axis. If the index is batched, it binds the primitive for
     one element of the batch after the other, in a `lax.map`, and the batch dimension of
     the result is axis 0.
-
-    Args:
-      primitive: `take_p` or `put_add_p`.
-
-    Returns:
-      `rule((x, index), dims, **params)`, which returns the result and the position of
-      its batch dimension. `dims` has that of `x` and of `index`, None for one that is
-      not batched.
     """
 
-    def rule(args, dims, **params):
+    def rule(args: Sequence[Array], dims: Sequence, **params: Any) -> tuple[Array, int]:
         (x, index), (x_dim, index_dim) = args, dims
         if index_dim is None:
             x, dim = registration.group_axis_first(x, x_dim)
