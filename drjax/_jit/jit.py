@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from drjax import _compat
 from drjax._api.program import Decorated
+from drjax._compat.types import Array, PyTree
 from drjax._context import resized
 from drjax._errors import DrjaxValueError
 from drjax._jit.jit_primitive import Options, plan_of, planned_p, trace, varying_axes
@@ -135,7 +136,7 @@ def jit(
 
 def _compiled(
     fn: Any, residuals: str | None, jit_kwargs: dict, size: int, donate: bool
-):
+) -> Jitted:
     """Compile `fn` for `size` groups at once; donate arguments only if `donate`."""
     kept = {k: v for k, v in jit_kwargs.items() if donate or "donate" not in k}
     return jit(fn, size, residuals, **kept)
@@ -144,20 +145,20 @@ def _compiled(
 class _Planned:
     """A function and its options, as the callable that `drjax.jit` passes to `jax.jit`.
 
-    `jax.jit` caches what it compiles by the identity of this object.
-
-    Args:
-      fn: `fn()` returns the function. It is a weak reference if this object is cached:
-        then the function is kept alive by the result of `drjax.jit`.
-      groups: How many of a device's groups run at once: a number, None for all, or a
-        `Fit` for as many as fit in memory.
-      rematerialize: Whether a round rematerializes what it needs of an earlier round's
-        results in the groups, instead of saving it; None: unless all run at once.
+    `jax.jit` caches what it compiles by the identity of this object. `fn()` returns the
+    function. It is a weak reference if this object is cached: then the function is kept
+    alive by the result of `drjax.jit`. The options are those of
+    `jit_primitive.Options`.
     """
 
     __slots__ = ("__name__", "__weakref__", "_fn", "_groups", "_rematerialize")
 
-    def __init__(self, fn: Callable[[], Callable], groups, rematerialize: bool | None):
+    def __init__(
+        self,
+        fn: Callable[[], Callable],
+        groups: GroupsPerStep,
+        rematerialize: bool | None,
+    ) -> None:
         self._fn, self._groups, self._rematerialize = fn, groups, rematerialize
         self.__name__ = function_name(getattr(fn(), "__name__", "program"))
 
@@ -165,24 +166,14 @@ class _Planned:
     def __wrapped__(self) -> Callable:
         return self._fn()
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Callable, tuple]:
         return _unpickled, (self._fn(), self._groups, self._rematerialize)
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Trace and plan the function for these arguments, and bind `planned_p`.
 
-        `planned_p` is the primitive behind `drjax.jit`: it runs the plan of its jaxpr.
-
-        Args:
-          *args: Positional arguments of the function, pytrees. Leaves that are not JAX
-            arrays are static.
-          **kwargs: Its keyword arguments, likewise.
-
-        Returns:
-          The result of the function, a pytree of arrays.
-
-        Raises:
-          PlanError: The function has no plan.
+        Leaves of arguments that are not JAX arrays are static. Raises `PlanError` if
+        the function has no plan.
         """
         if resized.value is not None:  # traced for a plan: only its equations matter
             return self._fn()(*args, **kwargs)
@@ -192,7 +183,7 @@ class _Planned:
         fn, name = self._fn(), self.__name__
         out_tree: Any = None
 
-        def flat(*arrays):
+        def flat(*arrays: Array) -> list[Array]:
             nonlocal out_tree
             leaves = list(flat_args)
             for i, x in zip(dynamic, arrays, strict=True):
@@ -229,18 +220,10 @@ def _planned(
 ) -> _Planned:
     """Return the `_Planned` of a function and its options; cached while `fn` lives.
 
-    The `_Planned` is the callable that `drjax.jit` passes to `jax.jit`, which caches
-    what it compiles by the identity of this object. The first call for a function and
-    options makes and records it. Functions that are compared by value (methods, some
-    callable objects) get a new one at each call, as an equal function may outlive the
-    first.
-
-    Args:
-      fn: The function.
-      groups: How many of a device's groups run at once: a number, None for all, or a
-        `Fit` for as many as fit in memory.
-      rematerialize: Whether a round rematerializes what it needs of an earlier round's
-        results in the groups, instead of saving it; None: unless all run at once.
+    `jax.jit` caches what it compiles by the identity of this object. The first call for
+    a function and options makes and records it. Functions that are compared by value
+    (methods, some callable objects) get a new one at each call, as an equal function
+    may outlive the first.
     """
     try:
         if type(fn).__hash__ is not object.__hash__:

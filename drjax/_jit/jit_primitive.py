@@ -19,7 +19,7 @@ forward values, but for programs with effects.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +27,21 @@ from jax.experimental import checkify
 from jax.interpreters import ad, batching
 
 from drjax import _compat
-from drjax._compat import checkify_rules
+from drjax._compat import UndefinedPrimal, checkify_rules
+from drjax._compat.types import Array, Aval, ClosedJaxpr, Flags, PyTree
 from drjax._planner.make_plan import plan_of_jaxpr
 from drjax._primitives import registration
+from drjax._primitives.registration import AxisData, Residuals, Tangent
 from drjax._sharding.execute import vary, with_sharding_of
 from drjax._sharding.planning_context import planning, trace_without_mesh
 from drjax.backends import xla
 from drjax.backends.xla import step_size
 from drjax.backends.xla.step_size import GroupsPerStep
+from drjax.plan import Plan
+
+Types: TypeAlias = Sequence[Aval] | None
+# The results, the flags of their tangents, the residuals, and the linear function.
+Linearized: TypeAlias = tuple[Sequence[Array], Flags, PyTree, Callable]
 
 
 @dataclass(frozen=True)
@@ -61,17 +68,16 @@ class Options:
     def of(self, count: int) -> "Options":
         """Return the options of a program derived from this one, as its derivative is.
 
-        They are equal but for `names`.
-
-        Args:
-          count: The number of inputs of its jaxpr, such as residuals and tangents. They
-            are named by position: `step.0`, `step.1`, if `step` is the name of the
-            program.
+        They are equal but for `names`: the inputs of its jaxpr, such as residuals and
+        tangents, are named by position: `step.0`, `step.1`, if `step` is the name of
+        the program. `count` is their number.
         """
         names = tuple(f"{self.name}.{i}" for i in range(count))
         return replace(self, names=names)
 
 
+# Its parameters are `jaxpr`, the closed jaxpr of a program; `options`, how its plan is
+# made and run; and `types`, those of the results, None if the plan has to say.
 planned_p = registration.new_primitive("jit", multiple_results=True)
 
 
@@ -79,36 +85,23 @@ def _cached(fn: Callable) -> Callable:
     """Cache the results of a function by its arguments and JAX's trace context.
 
     JAX represents a context without a mesh in two ways, which would be two keys of its
-    cache, so the cached function is always called in the same one.
-
-    Args:
-      fn: `fn(jaxpr, *rest)`. The cache holds the jaxpr weakly; `rest` must be hashable.
-
-    Returns:
-      A function with the same arguments and results.
+    cache, so the cached function is always called in the same one. The cache holds the
+    first argument, a jaxpr, weakly; the others must be hashable.
     """
     cached = _compat.weakref_lru_cache(fn)
 
     @functools.wraps(fn)
-    def call(*args):
+    def call(*args: Any) -> Any:
         with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
             return cached(*args)
 
     return call
 
 
-def plan_of(jaxpr, options: Options):
-    """Make the plan of a jaxpr; cached.
+def plan_of(jaxpr: ClosedJaxpr, options: Options) -> Plan:
+    """Make the plan of a jaxpr, with flat arguments and results; cached.
 
-    Args:
-      jaxpr: The closed jaxpr of a program.
-      options: How the plan is built.
-
-    Returns:
-      A `drjax.plan.Plan` with flat arguments and results.
-
-    Raises:
-      PlanError: The jaxpr has no plan.
+    Raises `PlanError` if the jaxpr has no plan.
     """
     if options.rematerialize is None:
         rematerialize = options.groups_per_step is not None
@@ -117,7 +110,7 @@ def plan_of(jaxpr, options: Options):
 
 
 @_cached
-def _plan_of(jaxpr, options: Options):
+def _plan_of(jaxpr: ClosedJaxpr, options: Options) -> Plan:
     undeclared = [None] * len(jaxpr.in_avals)
     with planning(options.bound):
         return plan_of_jaxpr(
@@ -129,7 +122,7 @@ def _plan_of(jaxpr, options: Options):
         )
 
 
-def _plan_to_run(jaxpr, options: Options) -> tuple[Any, GroupsPerStep]:
+def _plan_to_run(jaxpr: ClosedJaxpr, options: Options) -> tuple[Plan, GroupsPerStep]:
     """Return the plan that saves what a later round needs, if all groups run at once.
 
     Else the plan that rematerializes it; and how many groups of a device run at once.
@@ -149,20 +142,17 @@ def _plan_to_run(jaxpr, options: Options) -> tuple[Any, GroupsPerStep]:
 
 
 @_cached
-def _traced(jaxpr, options: Options, avals: tuple):
+def _traced(
+    jaxpr: ClosedJaxpr, options: Options, avals: tuple[Aval, ...]
+) -> ClosedJaxpr:
     """Trace the execution of a jaxpr's plan, on the mesh in context; cached.
 
-    Args:
-      jaxpr: The closed jaxpr to plan.
-      options: How the plan is built and run.
-      avals: The types of the arguments, with their shardings.
-
-    Returns:
-      A closed jaxpr with the inputs and results of `jaxpr`, which runs the plan: loops
-      over groups, and collectives.
+    The closed jaxpr has the inputs and results of `jaxpr`, and runs the plan: loops
+    over groups, and collectives. `avals` are the types of the arguments, with
+    shardings.
     """
 
-    def run(*args):
+    def run(*args: Array) -> Sequence[Array]:
         plan, step = _plan_to_run(jaxpr, options)
         return xla.run_flat(plan, list(args), step)
 
@@ -171,18 +161,13 @@ def _traced(jaxpr, options: Options, avals: tuple):
         return jax.make_jaxpr(run)(*avals)
 
 
-def _execute(*args, jaxpr, options: Options, types):
-    """Execution rule of `planned_p`: run the plan of the jaxpr.
+def _execute(
+    *args: Array, jaxpr: ClosedJaxpr, options: Options, types: Types
+) -> list[Array]:
+    """Run the plan of the jaxpr.
 
-    Args:
-      *args: The operands, arrays or tracers.
-      jaxpr: The closed jaxpr of the program.
-      options: How its plan is built and run.
-      types: Not used.
-
-    Returns:
-      The list of results. In a user's `shard_map`, they vary over all Manual mesh axes
-      over which an operand does.
+    In a user's `shard_map`, the results vary over all Manual mesh axes over which an
+    operand does.
     """
     avals = tuple(map(_compat.typeof, args))
     traced = _traced(jaxpr, options, avals)
@@ -193,33 +178,21 @@ def _execute(*args, jaxpr, options: Options, types):
     return [vary(y, axes) for y in outs]
 
 
-def varying_axes(avals: Sequence[Any]) -> frozenset[str]:
+def varying_axes(avals: Sequence[Aval]) -> frozenset[str]:
     """Return the Manual mesh axes over which a value of any of these types varies.
 
     In a user's `shard_map(check_vma=True)`, all results of `planned_p`, the primitive
-    behind `drjax.jit`, vary over those of its operands.
-
-    Args:
-      avals: The types of values.
-
-    Returns:
-      The names of the axes; an empty set outside of a `shard_map`.
+    behind `drjax.jit`, vary over those of its operands. Outside of one there are none.
     """
     return frozenset().union(*map(_compat.varying, avals))
 
 
-def _abstract_eval(*avals, jaxpr, options: Options, types):
-    """Type rule of `planned_p`: infer the types of the results, and the effects.
+def _abstract_eval(
+    *avals: Aval, jaxpr: ClosedJaxpr, options: Options, types: Types
+) -> tuple[list[Aval], frozenset]:
+    """Return the types of the results, and the effects of the jaxpr.
 
-    Args:
-      *avals: The types of the operands.
-      jaxpr: The closed jaxpr of the program.
-      options: How its plan is built and run.
-      types: The types of the results, which are returned; None: they are taken from the
-        plan, for which the jaxpr is planned and traced.
-
-    Returns:
-      `(list of the types of the results, set of effects)`.
+    If the types are not known, the jaxpr is planned and traced for them.
     """
     if types is None:
         axes = varying_axes(avals)
@@ -230,26 +203,21 @@ def _abstract_eval(*avals, jaxpr, options: Options, types):
     return list(types), _compat.effects_of(jaxpr)
 
 
-def trace(fn: Callable, avals: Sequence[Any], name: str, bound: bool):
+def trace(
+    fn: Callable[..., Sequence[Array]], avals: Sequence[Aval], name: str, bound: bool
+) -> tuple[ClosedJaxpr, list[Array]]:
     """Trace a flat function to a jaxpr whose types have no mesh, as a plan needs it.
 
-    Args:
-      fn: Takes and returns flat sequences of arrays.
-      avals: The types of its arguments.
-      name: Its name, for debug information.
-      bound: Whether the function is traced under the mesh in context. If not, it is
-        traced under none; if JAX refuses that, under the mesh in context, which is then
-        removed from the types.
-
-    Returns:
-      `(jaxpr, consts)`: the closed jaxpr, and the list of the arrays and tracers that
-      `fn` closes over. The inputs of the jaxpr are `consts`, and then the arguments.
+    If `bound`, it is traced under the mesh in context. If not, it is traced under none;
+    if JAX refuses that, under the mesh in context, which is then removed from the
+    types. `avals` are the types of its arguments. Returns the closed jaxpr, and the
+    arrays and tracers that `fn` closes over, which are the first inputs of the jaxpr.
     """
     if bound:
         with planning(True):
             return _compat.trace_to_jaxpr(fn, list(map(_without_sharding, avals)), name)
 
-    def traced():
+    def traced() -> tuple[ClosedJaxpr, list[Array]]:
         free = jax.sharding.get_abstract_mesh().empty
         in_avals = map(_without_sharding, avals) if free else avals
         return _compat.trace_to_jaxpr(fn, list(in_avals), name)
@@ -257,23 +225,18 @@ def trace(fn: Callable, avals: Sequence[Any], name: str, bound: bool):
     return trace_without_mesh(traced)
 
 
-def _without_sharding(aval):
+def _without_sharding(aval: Aval) -> Aval:
     """Copy the type of an array as a `ShapedArray` without sharding, on no mesh."""
     return _compat.ShapedArray(aval.shape, aval.dtype, aval.weak_type)
 
 
-def _bind(fn: Callable, args: Sequence[Any], options: Options):
+def _bind(
+    fn: Callable[..., Sequence[Array]], args: Sequence, options: Options
+) -> list[Array]:
     """Trace a flat function, and bind `planned_p`, which plans and runs it.
 
-    Args:
-      fn: Takes and returns flat sequences of arrays. What it closes over becomes the
-        first operands.
-      args: Its arguments, arrays or tracers.
-      options: The options of the program that it is derived from. The inputs get names
-        by position.
-
-    Returns:
-      The list of results of `fn`.
+    What it closes over becomes the first operands. `options` are those of the program
+    that it is derived from. Returns the results of `fn`.
     """
     avals = [_compat.typeof(x) for x in args]
     jaxpr, consts = trace(fn, avals, options.name, options.bound)
@@ -284,21 +247,18 @@ def _bind(fn: Callable, args: Sequence[Any], options: Options):
 # Rules, with the arguments and results that JAX's registries require
 
 
-def _jvp(primals, tangents, *, jaxpr, options: Options, types):
-    """JVP rule of `planned_p`: compute the results and their tangents.
+def _jvp(
+    primals: Sequence[Array],
+    tangents: Sequence[Tangent],
+    *,
+    jaxpr: ClosedJaxpr,
+    options: Options,
+    types: Types,
+) -> tuple[Sequence[Array], Sequence[Tangent]]:
+    """Compute the results and their tangents, by two equations.
 
-    Two equations do so. One of them computes the results alone, so that partial
-    evaluation, as in a checkpoint, can evaluate it without the tangents.
-
-    Args:
-      primals: The operands.
-      tangents: For each operand its tangent, an array or a symbolic zero.
-      jaxpr: The closed jaxpr of the program.
-      options: How its plan is built and run.
-      types: The types of its results; None: they are taken from the plan.
-
-    Returns:
-      `(list of results, list of their tangents)`; a tangent may be a symbolic zero.
+    One of them computes the results alone, so that partial evaluation, as in a
+    checkpoint, can evaluate it without the tangents.
     """
     nonzeros = [type(t) is not _compat.Zero for t in tangents]
     outs, _, residuals, linear = _linearize(
@@ -307,27 +267,20 @@ def _jvp(primals, tangents, *, jaxpr, options: Options, types):
     return outs, linear(residuals, *tangents)
 
 
-def _linearize(is_vjp, nonzeros, *primals, jaxpr, options: Options, types):
-    """Linearization rule of `planned_p`: compute the results, and the linear part.
+def _linearize(
+    is_vjp: bool,
+    nonzeros: Flags,
+    *primals: Array,
+    jaxpr: Any,
+    options: Options,
+    types: Types,
+) -> Linearized:
+    """Compute the results, and the linear part.
 
     The linear part is the function from tangents of the operands to those of the
     results. It binds `planned_p` again. It rematerializes the values that it needs of
     the forward computation; of a program with effects, which must run once, they are
     saved.
-
-    Args:
-      is_vjp: Whether the linear part will be transposed.
-      nonzeros: For each operand whether its tangent is not a symbolic zero.
-      *primals: The operands.
-      jaxpr: The closed jaxpr of the program.
-      options: How its plan is built and run.
-      types: The types of its results; None: they are taken from the plan.
-
-    Returns:
-      `(results, nonzeros_out, residuals, linear)`. `nonzeros_out` says for each result
-      whether its tangent is not a symbolic zero; `residuals` is a pytree of arrays.
-      `linear(residuals, *tangents)` takes the tangents of all operands, and returns the
-      list of those of all results; either may be symbolic zeros.
     """
     # Effects must run once, so their results are saved and not rematerialized.
     saving = functools.partial(_linearize_saving_residuals, is_vjp)
@@ -336,7 +289,7 @@ def _linearize(is_vjp, nonzeros, *primals, jaxpr, options: Options, types):
         nonzeros, primals, jaxpr, options, types
     )
 
-    def linear(residuals, *tangents):
+    def linear(residuals: PyTree, *tangents: Tangent) -> Sequence[Tangent]:
         dense = registration.instantiate_nonzeros(tangents, nonzeros)
         out_tangents = linear_of_dense(residuals, dense)
         return registration.fill_zeros(jaxpr.out_avals, nonzeros_out, out_tangents)
@@ -344,16 +297,8 @@ def _linearize(is_vjp, nonzeros, *primals, jaxpr, options: Options, types):
     return outs, nonzeros_out, residuals, linear
 
 
-def _tangent_types(outs, nonzeros_out) -> tuple:
-    """Return the types of the tangents that are not symbolic zeros.
-
-    Args:
-      outs: The results, arrays or tracers.
-      nonzeros_out: For each result whether its tangent is not a symbolic zero.
-
-    Returns:
-      A tuple with a type for each true entry of `nonzeros_out`.
-    """
+def _tangent_types(outs: Sequence[Array], nonzeros_out: Flags) -> tuple[Aval, ...]:
+    """Return the types of those tangents of results that are no symbolic zeros."""
     return tuple(
         _compat.typeof(out).to_tangent_aval()
         for out, nonzero in zip(outs, nonzeros_out, strict=True)
@@ -367,25 +312,18 @@ def _tangent_types(outs, nonzeros_out) -> tuple:
 # nonzero tangents only.
 
 
-def _linearize_rematerializing(nonzeros, primals, jaxpr, options: Options, types):
+def _linearize_rematerializing(
+    nonzeros: Flags,
+    primals: Sequence[Array],
+    jaxpr: ClosedJaxpr,
+    options: Options,
+    types: Types,
+) -> Linearized:
     """Linearize a program; its linear part rematerializes the residuals that it needs.
 
     The linear part, from tangents of the operands to those of the results, is the JVP
     without its primal results. Dead-code elimination leaves of the primal computation
-    what the tangents depend on.
-
-    Args:
-      nonzeros: For each operand whether its tangent is not a symbolic zero.
-      primals: The operands.
-      jaxpr: The closed jaxpr of the program.
-      options: How its plan is built and run.
-      types: The types of its results; None: they are taken from the plan.
-
-    Returns:
-      `(results, nonzeros_out, residuals, linear)`. `nonzeros_out` says for each result
-      whether its tangent is not a symbolic zero. `residuals` is a list of constants and
-      operands. `linear(residuals, tangents)` takes the list of nonzero tangents of the
-      operands, and returns that of the results.
+    what the tangents depend on. The residuals are constants and operands.
     """
     outs = _primal(nonzeros, primals, jaxpr, options, types)
     with planning(options.bound):
@@ -397,7 +335,9 @@ def _linearize_rematerializing(nonzeros, primals, jaxpr, options: Options, types
     n, tangent_types = len(known), _tangent_types(outs, nonzeros_out)
     residuals = [x for x, u in zip(known, used[:n], strict=True) if u]
 
-    def linear(residuals, tangents):
+    def linear(
+        residuals: Sequence[Array], tangents: Sequence[Array]
+    ) -> Sequence[Array]:
         args = [*residuals, *(t for t, u in zip(tangents, used[n:], strict=True) if u)]
         return _bind_jaxpr(tangent, args, options, tangent_types)
 
@@ -405,24 +345,17 @@ def _linearize_rematerializing(nonzeros, primals, jaxpr, options: Options, types
 
 
 def _linearize_saving_residuals(
-    is_vjp, nonzeros, primals, jaxpr, options: Options, types
-):
+    is_vjp: bool,
+    nonzeros: Flags,
+    primals: Sequence[Array],
+    jaxpr: ClosedJaxpr,
+    options: Options,
+    types: Types,
+) -> Linearized:
     """Linearize a program, and save the residuals for all groups: effects run once.
 
-    Args:
-      is_vjp: Whether the linear part will be transposed. If so, it can only be
-        transposed, and not run: JAX may put the backward rule of a `custom_vjp` in it.
-      nonzeros: For each operand whether its tangent is not a symbolic zero.
-      primals: The operands.
-      jaxpr: The closed jaxpr of the program.
-      options: How its plan is built and run.
-      types: Not used.
-
-    Returns:
-      `(results, nonzeros_out, residuals, linear)`. `nonzeros_out` says for each result
-      whether its tangent is not a symbolic zero. `residuals` is a pair of lists of
-      arrays, flat and structured residuals. `linear(residuals, tangents)` takes the
-      list of nonzero tangents of the operands, and returns that of the results.
+    If the linear part will be transposed (`is_vjp`), it can only be transposed, and not
+    run: JAX may put the backward rule of a `custom_vjp` in it.
     """
     with planning(options.bound):
         split = _compat.linearize_jaxpr(jaxpr, nonzeros, is_vjp)
@@ -432,26 +365,20 @@ def _linearize_saving_residuals(
     )
     tangent_types = _tangent_types(outs, nonzeros_out)
 
-    def linear(residuals, tangents):
+    def linear(residuals: Residuals, tangents: Sequence[Array]) -> Sequence[Array]:
         operands = registration.linear_operands(residuals, tangents)
         return _bind_jaxpr(tangent, operands, options, tangent_types)
 
     return outs, nonzeros_out, residuals, linear
 
 
-def _bind_jaxpr(jaxpr, args, options: Options, types=None):
+def _bind_jaxpr(
+    jaxpr: ClosedJaxpr, args: Sequence[Array], options: Options, types: Types = None
+) -> list[Array]:
     """Bind `planned_p` for a derived jaxpr; its constants become the first operands.
 
-    Args:
-      jaxpr: The closed jaxpr, such as that of a derivative. It may have constants, as
-        users' derivative rules close over arrays.
-      args: Its operands.
-      options: The options of the program that it is derived from. The inputs get names
-        by position.
-      types: The types of its results; None: they are taken from the plan.
-
-    Returns:
-      The list of results.
+    It may have constants, as users' derivative rules close over arrays. `options` are
+    those of the program that it is derived from.
     """
     jaxpr, consts = _compat.without_consts(jaxpr)
     args = [*consts, *args]
@@ -459,22 +386,18 @@ def _bind_jaxpr(jaxpr, args, options: Options, types=None):
     return planned_p.bind(*args, jaxpr=jaxpr, options=options, types=types)
 
 
-def _primal(nonzeros, primals, jaxpr, options: Options, types):
+def _primal(
+    nonzeros: Flags,
+    primals: Sequence[Array],
+    jaxpr: ClosedJaxpr,
+    options: Options,
+    types: Types,
+) -> list[Array]:
     """Compute the results of a program whose derivatives will be taken.
 
     If its jaxpr has a `custom_vjp`, they are computed by its forward rule. That rule
     may compute otherwise than the function, and derivatives must be taken of the same
-    values.
-
-    Args:
-      nonzeros: For each operand whether its tangent is not a symbolic zero.
-      primals: The operands.
-      jaxpr: The closed jaxpr of the program.
-      options: How its plan is built and run.
-      types: The types of its results; None: they are taken from the plan.
-
-    Returns:
-      The list of results.
+    values. `nonzeros` says for each operand whether its tangent is no symbolic zero.
     """
     # With `generic_batching=True`, a `custom_vjp` is a high-level equation.
     if not _compat.has_primitive(jaxpr, ("custom_vjp_call", "call_hi_primitive")):
@@ -488,20 +411,14 @@ def _primal(nonzeros, primals, jaxpr, options: Options, types):
     return _bind_jaxpr(jaxpr, args, options, types)
 
 
-def _transpose(cts, *args, jaxpr, options: Options, types):
-    """Transpose rule of `planned_p`: bind the primitive for the transposed jaxpr.
-
-    Args:
-      cts: For each result its cotangent, an array or a symbolic zero.
-      *args: For each operand its value, or an `UndefinedPrimal` if it is linear.
-      jaxpr: The closed jaxpr of the program.
-      options: How its plan is built and run.
-      types: Not used.
-
-    Returns:
-      A list with the cotangent of each linear operand, an array; None for any other
-      operand.
-    """
+def _transpose(
+    cts: Sequence[Tangent],
+    *args: Array | UndefinedPrimal,
+    jaxpr: Any,
+    options: Options,
+    types: Types,
+) -> list[Array | None]:
+    """Bind the primitive for the transposed jaxpr; all cotangents are arrays."""
     linear = [ad.is_undefined_primal(x) for x in args]
     known = [x for x, lin in zip(args, linear, strict=True) if not lin]
     # Symbolic zeros stay out of the operands; the transposed program makes them dense.
@@ -511,7 +428,7 @@ def _transpose(cts, *args, jaxpr, options: Options, types):
     avals = [a for a, lin in zip(jaxpr.in_avals, linear, strict=True) if lin]
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
 
-    def transposed(*values):
+    def transposed(*values: Array) -> list[Array]:
         known_values = values[: len(known)]
         dense_cts = iter(values[len(known) :])
         full = [
@@ -519,7 +436,7 @@ def _transpose(cts, *args, jaxpr, options: Options, types):
             for aval, nz in zip(jaxpr.out_avals, nonzero, strict=True)
         ]
 
-        def forward(*tangents):
+        def forward(*tangents) -> Sequence[Array]:
             rest, tangents = iter(known_values), iter(tangents)
             return fn(*(next(tangents) if lin else next(rest) for lin in linear))
 
@@ -533,41 +450,27 @@ def _transpose(cts, *args, jaxpr, options: Options, types):
     ]
 
 
-def _batch(axis_data, args, dims, *, jaxpr, options: Options, types):
-    """Batching rule of `planned_p`: bind the primitive for the batched jaxpr.
-
-    Args:
-      axis_data: JAX's `AxisData` of the vmap, with its axis name and size.
-      args: The operands.
-      dims: For each operand its batch dimension; None: it is not batched.
-      jaxpr: The closed jaxpr of the program.
-      options: How its plan is built and run.
-      types: Not used: the batched results have other types.
-
-    Returns:
-      `(list of results, for each result its batch dimension or None)`.
-    """
+def _batch(
+    axis_data: AxisData,
+    args: Sequence[Array],
+    dims: Sequence[int | None],
+    *,
+    jaxpr: ClosedJaxpr,
+    options: Options,
+    types: Types,
+) -> tuple[list[Array], Sequence[int | None]]:
     with planning(options.bound):
         batched, out_axes = _compat.batch_jaxpr(jaxpr, axis_data, dims)
     return planned_p.bind(*args, jaxpr=batched, options=options, types=None), out_axes
 
 
-def _check(enabled, *args, jaxpr, options: Options, types):
-    """Checkify rule of `planned_p`: bind the primitive for the jaxpr with checks.
-
-    Args:
-      enabled: The set of error classes that checkify looks for.
-      *args: The operands.
-      jaxpr: The closed jaxpr of the program.
-      options: How its plan is built and run.
-      types: Not used: the jaxpr with checks has other results.
-
-    Returns:
-      `(error, results)`: a `checkify.Error`, and the list of the program's results.
-    """
+def _check(
+    enabled: frozenset, *args: Array, jaxpr: ClosedJaxpr, options: Options, types: Types
+) -> tuple[checkify.Error, list[Array]]:
+    """Checkify rule: bind the primitive for the jaxpr with the `enabled` checks."""
     tree: Any = None
 
-    def checked(*args):
+    def checked(*args: Array) -> list[Array]:
         nonlocal tree
         fn = checkify.checkify(_compat.jaxpr_as_checked_fun(jaxpr), enabled)
         leaves, tree = jax.tree.flatten(fn(*args))

@@ -57,7 +57,7 @@ class Tuned(Generic[P, R]):
         self._runs: dict[Any, Any] = {}  # by the signature of the arguments
         functools.update_wrapper(self, fn, updated=())
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_runs": {}}  # another machine measures by itself
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -83,17 +83,6 @@ class Tuned(Generic[P, R]):
 
         The first call for a combination of types, shardings and mesh in context
         measures, and records the `jax.jit`; later calls return the same one.
-
-        Args:
-          args: The positional arguments of the call.
-          kwargs: The keyword arguments of the call.
-
-        Returns:
-          The `jax.jit` with the number of groups at once that took the least time.
-
-        Raises:
-          DrjaxValueError: It has to measure, but the arguments are traced or have no
-            values, or one group does not fit in memory.
         """
         key = _arguments_key(args, kwargs)
         if key not in self._runs:
@@ -103,18 +92,9 @@ class Tuned(Generic[P, R]):
     def _fastest_count(self, args: tuple, kwargs: dict[str, Any]) -> int:
         """Measure how many groups of a device should run at once.
 
-        It compiles the function for several numbers, and runs it for each that fits.
-
-        Args:
-          args: The positional arguments of the call.
-          kwargs: The keyword arguments of the call.
-
-        Returns:
-          The number of groups with the least time, among those that fit in memory.
-
-        Raises:
-          DrjaxValueError: The arguments are traced or have no values, or one group does
-            not fit.
+        It compiles the function for several numbers, and runs it for each that fits in
+        memory. Raises `DrjaxValueError` if the arguments are traced or have no values,
+        or if one group does not fit.
         """
         leaves = jax.tree.leaves((args, kwargs))
         types = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
@@ -146,16 +126,8 @@ def _groups_of_device(run: Any, args: tuple, kwargs: dict[str, Any]) -> int:
     """Return the most groups that can run at once on a device.
 
     That is the number of slots of a device, places for one group each, of which the
-    last ones of the last devices may be padding. The function is traced and planned for
-    it, not compiled.
-
-    Args:
-      run: The `jax.jit` of a planned function.
-      args: The positional arguments of the call.
-      kwargs: The keyword arguments of the call.
-
-    Returns:
-      The number; 1 if the function has no plan with groups.
+    last ones of the last devices may be padding; 1 if the function has no plan with
+    groups. The function is traced and planned for it, not compiled.
     """
     for eqn in run.trace(*args, **kwargs).jaxpr.eqns:
         if eqn.primitive is planned_p:
@@ -169,11 +141,6 @@ def _least_seconds(run: Any, args: tuple, kwargs: dict[str, Any]) -> float:
 
     A first call, which is not timed, compiles. At most `_RUNS` calls are timed, and no
     more once they have taken `_SECONDS` in total.
-
-    Args:
-      run: The `jax.jit` of a planned function.
-      args: The positional arguments of the call.
-      kwargs: The keyword arguments of the call.
     """
     jax.block_until_ready(run(*args, **kwargs))
     times: list[float] = []
