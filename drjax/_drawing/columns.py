@@ -8,8 +8,9 @@ middle. All text is set in a font of fixed width, so its size is known here.
 """
 
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias, Union
 
 from drjax._drawing.print_plan import bytes_as_text
 from drjax.plan import Loop, Plan, Round, Stage, Value
@@ -19,14 +20,13 @@ LONGEST = 34  # letters in one line
 LETTER, LINE = 4.9, 11.0  # size of a letter and of a line of 8 points
 PAD, BUS, STEP = 6.0, 24.0, 9.0
 
-Lines = tuple[str, ...]
+Lines = tuple[str, ...]  # of one text
+Item: TypeAlias = Union["Column", "Frame"]
 
 
 @dataclass(frozen=True)
 class Column:
     """The texts of one column of a plan's picture: a round, or its inputs or outputs.
-
-    `Lines` are the lines of one text, a tuple of strings.
 
     Attributes:
       location: The round, such as `round 1` or, in a loop, `round 1, scan, branch 0,
@@ -61,9 +61,8 @@ class Column:
 class Frame:
     """A frame around columns: a loop, or one of its bodies.
 
-    Attributes:
-      lines: The lines of its title, a tuple of strings.
-      items: The `Column`s and `Frame`s inside, from left to right.
+    `lines` are those of its title; `items` are the `Column`s and `Frame`s inside, from
+    left to right.
     """
 
     lines: Lines
@@ -81,12 +80,9 @@ def text_height(lines: Lines) -> float:
 
 
 def stairs(side: tuple[Lines, ...]) -> float:
-    """Return the width of a staircase of boxes, in points.
+    """Return the width of a staircase of boxes, one or more, in points.
 
     Each next box is shifted by `STEP`, and all are as wide as the widest.
-
-    Args:
-      side: For each box its lines of text; at least one box.
     """
     return max(map(text_width, side)) + STEP * (len(side) - 1)
 
@@ -103,15 +99,11 @@ def _type(value: Value) -> str:
 
 
 def _few(named: Iterable[tuple[str, Value]]) -> tuple[list[tuple[str, Value]], Lines]:
-    """Choose the values to show, in their order, and summarize the others.
+    """Choose the `(label, value)` pairs to show, in order, and summarize the others.
 
-    Args:
-      named: `(label, value)` pairs.
-
-    Returns:
-      `(pairs, summary)`. Of at most `SHOWN + 1` pairs, all of them, and (). Of more
-      pairs, those of the `SHOWN` largest values, and a tuple of two lines of text: the
-      number of the other values, and their bytes.
+    Of at most `SHOWN + 1` pairs, all of them, and (). Of more pairs, those of the
+    `SHOWN` largest values, and two lines of text: the number of the other values, and
+    the bytes of these.
     """
     pairs = list(named)
     if len(pairs) <= SHOWN + 1:
@@ -127,12 +119,6 @@ def _messages(named: Iterable[tuple[str, Value]]) -> tuple[Lines, ...]:
 
     The lines are its label, and its type with its bytes. Of many values only the
     largest are shown; one more box, the last, summarizes the others.
-
-    Args:
-      named: `(label, value)` pairs.
-
-    Returns:
-      For each box a tuple of its lines.
     """
     shown, more = _few(named)
     lines = [
@@ -144,13 +130,8 @@ def _messages(named: Iterable[tuple[str, Value]]) -> tuple[Lines, ...]:
 def listed(title: Lines, values: Iterable[Value]) -> Lines:
     """Format a box: a title, then the names and types of the largest values.
 
-    Args:
-      title: The lines of the title.
-      values: The values to list.
-
-    Returns:
-      The lines; () if there is no value. If values are left out, a last line says how
-      many, and their bytes.
+    () if there is no value. If values are left out, a last line says how many, and
+    their bytes.
     """
     shown, more = _few((v.name, v) for v in values)
     room = [LONGEST - len(_type(v)) for _, v in shown]
@@ -164,11 +145,8 @@ def listed(title: Lines, values: Iterable[Value]) -> Lines:
 def _column(plan: Plan, number: int, location: str) -> Column:
     """Collect the texts of a round for its column in the plan's picture.
 
-    Args:
-      plan: The plan, or the plan of a loop's body, that has the round.
-      number: The number of the round in this plan, from 1.
-      location: The location of the round in the whole plan, such as `round 1` or, in a
-        loop, `round 1, scan, branch 0, round 2`.
+    `number` is that of the round in this plan, which may be the body of a loop, from 1;
+    `location` is that in the whole plan (`Column.location`).
     """
     a_round = plan.rounds[number - 1]
     # Values that are live after this round are saved in the groups.
@@ -216,14 +194,7 @@ def _bytes_of(a_round: Round) -> str:
 
 
 def _inner_lines(stage: Stage) -> Lines:
-    """Format the inner level of a local stage: its partition, and its rounds.
-
-    Args:
-      stage: A local stage. Without an inner level, there are no lines.
-
-    Returns:
-      The lines of text, a tuple.
-    """
+    """Format the inner level, if any, of a local stage: partition and rounds."""
     if stage.inner is None:
         return ()
     lines = [f"over {stage.inner.partition}, inside"]
@@ -237,18 +208,11 @@ def _inner_lines(stage: Stage) -> Lines:
     return tuple(lines)
 
 
-def items_of(plan: Plan, prefix: str = "") -> list:
-    """Collect the columns of a plan's rounds and the frames of its loops.
+def items_of(plan: Plan, prefix: str = "") -> list[Item]:
+    """Collect columns of a plan's rounds and frames of its loops, left to right.
 
-    A round that neither computes nor communicates has no column.
-
-    Args:
-      plan: The plan, or the plan of a loop's body.
-      prefix: The common prefix of its rounds' locations: empty, or for a body such as
-        `round 1, scan, branch 0, `.
-
-    Returns:
-      The `Column`s and `Frame`s, from left to right.
+    A round that neither computes nor communicates has no column. `prefix` is the common
+    one of its rounds' locations, for a loop's body such as `round 1, scan, branch 0, `.
     """
     items: list = []
     for number, a_round in enumerate(plan.rounds, 1):
@@ -266,12 +230,9 @@ def items_of(plan: Plan, prefix: str = "") -> list:
 
 
 def _of_coordinates(loop: Loop, number: int, location: str) -> Column:
-    """Collect the texts of work on each coordinate, a column of the server.
+    """Collect the texts of work on each coordinate, a loop `columns`, for the server.
 
-    Args:
-      loop: The loop, of the op `columns`.
-      number: The number of its round in the plan, from 1.
-      location: The location of its round in the whole plan, such as `round 1`.
+    `number` and `location` are those of its round: see `_column`.
     """
     function = loop.bodies[0].rounds[0].local.name
     head = f"round {number}: {function}", "of each coordinate"
@@ -283,12 +244,8 @@ def _frame(loop: Loop, number: int, location: str) -> Frame:
     """Make the frame of a loop, around the columns of its bodies.
 
     A scan has one frame. Any other loop (while, cond, program) has a frame with one
-    more inside for each body.
-
-    Args:
-      loop: The loop.
-      number: The number of its round in the plan, from 1.
-      location: The location of its round in the whole plan, such as `round 1`.
+    more inside for each body. `number` and `location` are those of its round: see
+    `_column`.
     """
     title = f"round {number}: {loop.op}"
     if loop.length is not None:
@@ -317,12 +274,10 @@ def _frame(loop: Loop, number: int, location: str) -> Frame:
     )
 
 
-def columns_of(plan: Plan) -> list:
+def columns_of(plan: Plan) -> list[Item]:
     """Collect the columns and frames of a plan's whole picture, from left to right.
 
-    Returns:
-      The list of `Column`s and `Frame`s. The first is the column of the plan's inputs,
-      the last that of its outputs.
+    The first is the column of the plan's inputs, the last that of its outputs.
     """
     ends = []
     for name, values in (("inputs", plan.inputs), ("outputs", plan.outputs)):
@@ -332,17 +287,11 @@ def columns_of(plan: Plan) -> list:
     return [ends[0], *items_of(plan), ends[1]]
 
 
-def every(items: list) -> Iterator[tuple[Column | Frame, int]]:
-    """Iterate over all columns and frames, also those inside frames.
+def every(items: Sequence[Item]) -> Iterator[tuple[Item, int]]:
+    """Iterate over all columns and frames, also those inside frames, with their depths.
 
-    A frame comes before what it has inside.
-
-    Args:
-      items: `Column`s and `Frame`s, from left to right.
-
-    Returns:
-      An iterator of `(item, depth)` pairs. The depth is the number of frames around the
-      item, 0 for `items`.
+    A frame comes before what it has inside. The depth is the number of frames around
+    the item, 0 for `items`.
     """
     for item in items:
         yield item, 0

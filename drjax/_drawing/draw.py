@@ -55,15 +55,7 @@ def draw(plan: Plan, path: str | Path) -> None:
 
 
 def _paint(picture: Picture, path: Path) -> None:
-    """Write a picture to a file; missing folders are created.
-
-    Args:
-      picture: The boxes and arrows.
-      path: The file, whose suffix is `.svg` or `.png`.
-
-    Raises:
-      ImportError: matplotlib is not installed.
-    """
+    """Write a picture to a file; `ImportError` if matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError as error:
@@ -95,11 +87,9 @@ def figure_of(picture: Picture) -> Any:
 
 
 def _paint_arrow(axes: Any, arrow: Arrow) -> None:
-    """Draw an arrow into matplotlib axes.
+    """Draw an arrow into `matplotlib.axes.Axes` in points.
 
-    Args:
-      axes: A `matplotlib.axes.Axes` in points, which is modified.
-      arrow: The arrow. Its kind determines its color, and whether it has a head.
+    Its kind determines its color, and whether it has a head.
     """
     color = {"down": _DOWN, "up": _UP}.get(arrow.kind.split()[-1], "#B8BDC6")
     if "bar" in arrow.kind:
@@ -116,11 +106,9 @@ def _paint_arrow(axes: Any, arrow: Arrow) -> None:
 
 
 def _paint_box(axes: Any, box: Box) -> None:
-    """Draw a box with its text into matplotlib axes.
+    """Draw a box with its text into `matplotlib.axes.Axes` in points.
 
-    Args:
-      axes: A `matplotlib.axes.Axes` in points, which is modified.
-      box: The box. Its kind determines its colors, and the size of its text.
+    Its kind determines its colors, and the size of its text.
     """
     from matplotlib.patches import FancyBboxPatch
 

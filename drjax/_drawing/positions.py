@@ -11,6 +11,7 @@ each enters at the top left and leaves at the bottom right, so no arrow crosses 
 value. A loop is a frame around the columns of its bodies.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from drjax._drawing.columns import (
@@ -20,6 +21,8 @@ from drjax._drawing.columns import (
     STEP,
     Column,
     Frame,
+    Item,
+    Lines,
     columns_of,
     every,
     stairs,
@@ -100,16 +103,12 @@ class _Layout:
     """Places the columns and frames of a plan, and collects boxes and arrows.
 
     Heights are computed first, over all columns; then columns are placed from left to
-    right. All positions and sizes are in points, and y grows downwards.
-
-    Args:
-      items: The `Column`s and `Frame`s of the picture, from left to right.
-      n: The number of groups; 0 without a partition.
-      name: The name of the plan, the title.
-      groups: The line under the title, which names the partition.
+    right. All positions and sizes are in points, and y grows downwards. `n` is the
+    number of groups, 0 without a partition; `name` is the title, and `groups` the line
+    under it.
 
     Attributes:
-      boxes, arrows: The `Box`es and `Arrow`s that were added so far, lists.
+      boxes, arrows: The `Box`es and `Arrow`s that were added so far.
       depth: The largest number of nested frames.
       frames_y, head_y: The tops of the outermost frame and of the columns' heads.
       server_y, server_end: The top and the bottom of the server's band.
@@ -121,7 +120,7 @@ class _Layout:
       bottom: The bottom of the lowest band.
     """
 
-    def __init__(self, items: list, n: int, name: str, groups: str):
+    def __init__(self, items: Sequence[Item], n: int, name: str, groups: str) -> None:
         self.items, self.boxes, self.arrows = items, [], []
         columns = [item for item, _ in every(items) if isinstance(item, Column)]
         depth = max((d + 1 for i, d in every(items) if isinstance(i, Frame)), default=0)
@@ -149,18 +148,19 @@ class _Layout:
         self.bottom, self.n = max(y, self.server_end), n
         self.name, self.groups = name, groups
 
-    def add(self, kind, x, y, lines, location="", width=None, height=None) -> Box:
+    def add(
+        self,
+        kind: str,
+        x: float,
+        y: float,
+        lines: Lines,
+        location: str = "",
+        width: float | None = None,
+        height: float | None = None,
+    ) -> Box:
         """Add a box to `boxes`, and return it.
 
-        Args:
-          kind: One of the kinds of a `Box`, such as `server`.
-          x: The left edge, in points.
-          y: The top, in points.
-          lines: The lines of text, a tuple of strings.
-          location: The round that it belongs to, such as `round 1`; of a band its name;
-            empty for none.
-          width: The width, in points; None: that of the text.
-          height: The height, in points; None: that of the text.
+        The location of a band is its name. The size is that of the text, unless given.
         """
         size = width or text_width(lines), height or text_height(lines)
         self.boxes.append(Box(kind, x, y, *size, lines, location))
@@ -198,11 +198,7 @@ class _Layout:
         return f"… {self.n:,} in all" if self.n > 3 else ""
 
     def legend(self, y: float) -> None:
-        """Add the legend, which explains the arrows down and up.
-
-        Args:
-          y: The top of the legend, in points.
-        """
+        """Add the legend at the top `y`, which explains the arrows down and up."""
         x = MARGIN + PAD
         for kind, text in (
             ("down", "to every group, bytes for each"),
@@ -214,16 +210,11 @@ class _Layout:
             self.arrows.append(Arrow("key " + kind, ((x, middle), (x + 26, middle))))
             x += text_width(line) + 50
 
-    def place(self, items: list, x: float, depth: int) -> float:
+    def place(self, items: Sequence[Item], x: float, depth: int) -> float:
         """Add the boxes and arrows of columns and frames, from left to right.
 
-        Args:
-          items: The `Column`s and `Frame`s.
-          x: The left edge of the first one, in points.
-          depth: The number of frames around them.
-
-        Returns:
-          The left edge of the next column or frame, to the right of these, in points.
+        `x` is the left edge of the first one, and `depth` the number of frames around
+        them. Returns the left edge of what comes next, to the right of them.
         """
         for item in items:
             if isinstance(item, Frame):
@@ -239,12 +230,7 @@ class _Layout:
         return x
 
     def column(self, column: Column, x: float) -> None:
-        """Add the boxes and arrows of a column to `boxes` and `arrows`.
-
-        Args:
-          column: The texts of the column.
-          x: Its left edge, in points.
-        """
+        """Add the boxes and arrows of a column, whose left edge is `x`."""
         kinds = ("server", "local") if column.kind == "stage" else ("value", "value")
         width, location = column.width, column.location
         self.add("label", x, self.head_y, column.head, location)
@@ -263,17 +249,20 @@ class _Layout:
                 left = x if kind == "down" else x + width - stairs(side)
                 self.messages(kind, side, left, x, width, location)
 
-    def messages(self, kind, side, left, x, width, location) -> None:
+    def messages(
+        self,
+        kind: str,
+        side: tuple[Lines, ...],
+        left: float,
+        x: float,
+        width: float,
+        location: str,
+    ) -> None:
         """Add the values that a round sends, as a staircase, with arrows to all groups.
 
-        Args:
-          kind: `"down"`, from the server to the groups, or `"up"`, from them to the
-            server.
-          side: For each value its lines of text; at least one value.
-          left: The left edge of the staircase, in points.
-          x: The left edge of the column, in points.
-          width: The width of the column, in points.
-          location: The round that the boxes and arrows belong to, such as `round 1`.
+        `kind` is "down", from the server to the groups, or "up", from them to the
+        server. `side` has for each value, one or more, its lines. `left` is the left
+        edge of the staircase; `x` and `width` are those of the column.
         """
         wide, ends = max(map(text_width, side)), []
         top = (

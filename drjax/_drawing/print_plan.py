@@ -6,9 +6,12 @@ print itself.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drjax._primitives.reduce_ops import REDUCE_OPS
+
+if TYPE_CHECKING:
+    from drjax.plan import Fold, Loop, Plan, Round, Stage, Value
 
 # The words for communication that is no reduction in a printed plan.
 _PHRASES = {
@@ -22,21 +25,15 @@ _PHRASES = {
 def _phrase(op: str, groups: str) -> str:
     """Return the words for a communication in a plan, such as `mean over groups`.
 
-    Args:
-      op: The name of a reduction, such as `mean`; of a move, such as `permute`; or
-        `gather`.
-      groups: What the groups are called, such as `groups` or `pods`.
+    `op` is the name of a reduction or a move, or `gather`; `groups` is what the groups
+    are called, such as `groups` or `pods`.
     """
     phrase = _PHRASES[op] if op in _PHRASES else REDUCE_OPS[op].phrase
     return phrase.replace("groups", groups)
 
 
-def lines(plan: Any) -> Iterator[str]:
-    """Yield the lines of `print(plan)`: name, partition, inputs, outputs, rounds.
-
-    Args:
-      plan: A `drjax.plan.Plan`.
-    """
+def lines(plan: "Plan") -> Iterator[str]:
+    """Yield the lines of `print(plan)`: name, partition, inputs, outputs, rounds."""
     over = "calls no building block"
     if plan.partition is not None:
         rounds = _count(len(plan.rounds), "round")
@@ -56,8 +53,7 @@ def _count(number: int, noun: str) -> str:
 def bytes_as_text(nbytes: int) -> str:
     """Format a number of bytes for humans: `812 B`, `12.3 kB`.
 
-    Args:
-      nbytes: The number, an int; or a symbolic expression, which is not rounded.
+    A symbolic expression is not rounded.
     """
     if not isinstance(nbytes, int):  # a symbolic dimension
         return f"{nbytes} B"
@@ -66,28 +62,20 @@ def bytes_as_text(nbytes: int) -> str:
     return f"{nbytes / 1000**power:.4g} {units[power]}"
 
 
-def _signature(values: tuple) -> str:
+def _signature(values: "tuple[Value, ...]") -> str:
     """Format the names and types of a plan's inputs or outputs, as one line of text.
 
-    Args:
-      values: The `drjax.plan.Value`s; partitioned ones are marked `in each group`.
-
-    Returns:
-      Text such as `model: float32[3], x: float32[5] in each group`; `nothing` without
-      values.
+    Such as `model: float32[3], x: float32[5] in each group`; `nothing` without values.
     """
     shown = (f"{v}{' in each group' * v.partitioned}" for v in values)
     return ", ".join(shown) or "nothing"
 
 
 def _sent(x: Any) -> str:
-    """Format what one group sends in a reduction, fold or move, such as `40 B a group`.
+    """Format what one group sends in a `Reduce`, `Fold` or `Move`: `40 B a group`.
 
     For a reduction, its options follow: how it is encoded, and whether its result is
     sharded or the sum secure.
-
-    Args:
-      x: A `drjax.plan.Reduce`, `Fold` or `Move`.
     """
     text = f"{bytes_as_text(x.nbytes)} a group"
     if getattr(x, "wire", None) is not None:
@@ -102,12 +90,10 @@ def _sent(x: Any) -> str:
 def _rounds(plan: Any, inside: bool = False) -> Iterator[str]:
     """Yield the lines of text on the rounds of a plan, and on its last server stage.
 
-    Args:
-      plan: A `drjax.plan.Plan`: of a program, a loop's body, or an inner level.
-      inside: Whether the plan runs in each group of an outer level. Then lines on
-        server stages begin `outer group computes` in place of `server computes`, and
-        the groups have the name of their partition, as in a plan with several levels,
-        in place of `groups`.
+    The plan is that of a program, a loop's body, or an inner level. If it runs
+    `inside`, in each group of an outer level, lines on server stages begin `outer group
+    computes` in place of `server computes`, and the groups have the name of their
+    partition, as in a plan with several levels, in place of `groups`.
     """
     # With several levels, each has its name.
     named = inside or len(plan.levels) > 1
@@ -136,13 +122,8 @@ def _rounds(plan: Any, inside: bool = False) -> Iterator[str]:
         yield from ("", "at the end", *_server_lines(plan.server, inside))
 
 
-def _inner_lines(stage: Any) -> Iterator[str]:
-    """Yield the lines of text on the inner level that runs in each group.
-
-    Args:
-      stage: A `drjax.plan.Stage` of the groups. Without an inner level, there are no
-        lines.
-    """
+def _inner_lines(stage: "Stage") -> Iterator[str]:
+    """Yield the lines of text on the inner level, if any, that runs in each group."""
     if stage.inner is None:
         return
     rounds = _count(len(stage.inner.rounds), "round")
@@ -150,12 +131,8 @@ def _inner_lines(stage: Any) -> Iterator[str]:
     yield from (f"    {line}".rstrip() for line in _rounds(stage.inner, True))
 
 
-def _fold_line(fold: Any) -> str:
-    """Format a fold as a line of text: its function, its states and its results.
-
-    Args:
-      fold: A `drjax.plan.Fold`.
-    """
+def _fold_line(fold: "Fold") -> str:
+    """Format a fold as a line of text: its function, its states and its results."""
     order = "in any order" if fold.commutative else "in order"
     states = ", ".join(map(str, fold.sources))
     results = ", ".join(v.name for v in fold.results)
@@ -163,13 +140,10 @@ def _fold_line(fold: Any) -> str:
     return f"  {f'fold {order}':<19}  {states}   {sent} -> {results}"
 
 
-def _columns_line(loop: Any, inside: bool) -> str:
-    """Format work on each coordinate as a line of text: its function and results.
+def _columns_line(loop: "Loop", inside: bool) -> str:
+    """Format work on each coordinate, a loop `columns`, as a line of text.
 
-    Args:
-      loop: A `drjax.plan.Loop` of the op `columns`.
-      inside: Whether it is in the plan of an inner level, whose server is a group of
-        the outer one.
+    `inside` is that of `_rounds`.
     """
     who = "outer group computes" if inside else "server computes"
     function = loop.bodies[0].rounds[0].local.name
@@ -177,14 +151,10 @@ def _columns_line(loop: Any, inside: bool) -> str:
     return f"  {who:<21}{results} by {function} of each coordinate"
 
 
-def _loop_lines(loop: Any, inside: bool) -> Iterator[str]:
+def _loop_lines(loop: "Loop", inside: bool) -> Iterator[str]:
     """Yield the lines of text on a loop: its name, its steps, and its bodies' rounds.
 
-    Args:
-      loop: A `drjax.plan.Loop`.
-      inside: Whether the loop runs in each group of an outer level. Then its bodies'
-        server stages begin `outer group computes` in place of `server computes`, and
-        their groups have the name of their partition in place of `groups`.
+    `inside` is that of `_rounds`.
     """
     steps = "" if loop.length is None else f" of {_count(loop.length, 'step')}"
     backwards = ", backwards" if loop.reverse else ""
@@ -199,30 +169,20 @@ def _loop_lines(loop: Any, inside: bool) -> Iterator[str]:
         yield from (f"    {line}".rstrip() for line in _rounds(body, inside))
 
 
-def _server_lines(stage: Any, inside: bool) -> list[str]:
+def _server_lines(stage: "Stage", inside: bool) -> list[str]:
     """Format a server stage as a line of text, in a list; [] if it has no outputs.
 
-    Args:
-      stage: A `drjax.plan.Stage` of the server.
-      inside: Whether the stage is in the plan of an inner level, whose server is a
-        group of the outer one. Then the line begins `outer group computes`, else
-        `server computes`.
+    `inside` is that of `_rounds`.
     """
     who = "outer group computes" if inside else "server computes"
     line = f"  {who:<21}" + ", ".join(map(str, stage.outputs))
     return [] if stage.empty else [line]
 
 
-def _saved(a_round: Any) -> list:
+def _saved(a_round: "Round") -> "list[Value]":
     """List the outputs of a round's local stage that the round does not communicate.
 
     The groups save these slices for later rounds or loops, or the plan returns them.
-
-    Args:
-      a_round: A `drjax.plan.Round`.
-
-    Returns:
-      The list of `drjax.plan.Value`s.
     """
     communicated = (*a_round.reduces, *a_round.moves)
     sources = {x.source.name for x in communicated}

@@ -85,14 +85,10 @@ class Running:
 class Module:
     """A parsed HLO module, which is a compiled program.
 
-    Args:
-      text: The HLO text.
-
     Attributes:
       name: Its name, such as `jit_step`.
       devices: The number of devices that run it together.
-      computations: A dict from the name of each computation to its list of
-        `Instruction`s.
+      computations: The instructions of each computation, by its name.
       entry: The name of the computation that starts.
     """
 
@@ -133,11 +129,8 @@ class Module:
     ) -> Iterator[Running]:
         """Yield the instructions of a computation, and then of those that it calls.
 
-        Args:
-          computation: The name of the computation.
-          loops: The `while` instructions around it, outermost first.
-          times: How often the computation runs in one call of the program; None: that
-            is not known.
+        `loops` are the `while` instructions around it, outermost first, and `times` is
+        how often it runs in one call of the program; None: that is not known.
         """
         for x in self.computations.get(computation, ()):
             yield Running(x, computation, loops, times)
@@ -161,30 +154,18 @@ class Module:
     def trip_count(self, loop: Instruction) -> int | None:
         """Return how often the body of a loop runs, each time that the loop runs.
 
-        The first call computes and records the number; later calls return it.
-
-        Args:
-          loop: A `while` instruction.
-
-        Returns:
-          The number; None: it is not known.
+        None: it is not known. The first call records the number for later ones.
         """
         if loop.name not in self._trip_counts:
             self._trip_counts[loop.name] = self._trip_count(loop)
         return self._trip_counts[loop.name]
 
     def _trip_count(self, loop: Instruction) -> int | None:
-        """Compute how often the body of a loop runs, each time that the loop runs.
+        """Compute what `trip_count` returns.
 
-        The compiler may have written the number. Otherwise the loop must be
-        `while i < b`, where `i` is its state or an element of it, with constants for
-        the start of `i`, for `b`, and for what each step adds to `i`, at least 1.
-
-        Args:
-          loop: A `while` instruction.
-
-        Returns:
-          The number; None: the loop has another form.
+        The compiler may have written the number. Otherwise the loop must be `while i <
+        b`, where `i` is its state or an element of it, with constants for the start of
+        `i`, for `b`, and for what each step adds to `i`, at least 1.
         """
         if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes):
             return int(known[1])
@@ -205,13 +186,7 @@ class Module:
     def _step(self, body: str, place: int) -> int | None:
         """Return the constant that the body of a loop adds to an element of its state.
 
-        Args:
-          body: The name of the computation that is the body.
-          place: The index of the element in the state, a tuple; -1: the state is no
-            tuple, but the number itself.
-
-        Returns:
-          The integer; None if the body does anything else with the element.
+        `place` is that of `_place`. None if the body does anything else with it.
         """
         add = self._carried(body, place)
         if add.instruction.opcode != "add":
@@ -226,10 +201,6 @@ class Module:
         A value is constant if a `constant` instruction computes it; or if it is an
         element of a loop's state, starts as a constant, and is returned unchanged by
         the loop's body.
-
-        Args:
-          x: The value: the instruction that computes it, and the fusions and calls in
-            which that runs, as `_source` returns them.
         """
         opcode, operands = x.instruction.opcode, x.instruction.operands
         if opcode == "constant":
@@ -249,10 +220,9 @@ class Module:
 
     @cached_property
     def _loop_of(self) -> dict[str, Instruction]:
-        """A dict from the parameters that are a loop's state to the loop.
+        """The `while` of each parameter that is a loop's state, by its name.
 
-        Keys are the names of the parameters of all loops' bodies and conditions, and
-        values are the `while` instructions.
+        The parameters are those of all loops' bodies and conditions.
         """
         return {
             x.name: loop
@@ -267,15 +237,8 @@ class Module:
         """Return which element of a loop's state a value of its body or condition is.
 
         The state is what a `while` passes from step to step, the parameter of its body
-        and of its condition.
-
-        Args:
-          x: The value: the instruction that computes it, and the fusions and calls in
-            which that runs, as `_source` returns them.
-
-        Returns:
-          The index of the element, if the state is a tuple; -1 if the value is the
-          whole state; None if it is neither.
+        and of its condition. The result is the index of the element, if the state is a
+        tuple; -1 if the value is the whole state; None if it is neither.
         """
         if x.instruction.name in self._loop_of:
             return -1
@@ -285,67 +248,31 @@ class Module:
         return _index(x.instruction) if of_loop else None
 
     def _initial(self, loop: Instruction, place: int) -> "_Source":
-        """Find the value with which an element of a loop's state starts.
-
-        Args:
-          loop: A `while` instruction.
-          place: The index of the element; -1: the whole state.
-
-        Returns:
-          A `_Source`: the instruction that computes the value, and the fusions and
-          calls in which that runs.
-        """
+        """Find the value with which an element (`_place`) of a loop's state starts."""
         return self._element(self._source(loop.operands[0]), place)
 
     def _carried(self, body: str, place: int) -> "_Source":
-        """Find the value that a loop's body returns for an element of the loop's state.
-
-        Args:
-          body: The name of the computation that is the body.
-          place: The index of the element; -1: the whole state.
-
-        Returns:
-          A `_Source`: the instruction that computes the value, and the fusions and
-          calls in which that runs.
-        """
+        """Find the value that a loop's body returns for an element of its state."""
         return self._element(self._root(body), place)
 
     def _element(self, x: "_Source", place: int) -> "_Source":
-        """Find the instruction that computes one element of a value.
+        """Find the instruction that computes one element of a value; of -1 the value.
 
-        Args:
-          x: The value: the instruction that computes it, and the fusions and calls in
-            which that runs.
-          place: The index of the element; -1: the whole value.
-
-        Returns:
-          The `_Source` of the element; `x` itself if `place` is -1, or if `x` is not
-          the result of a `tuple` instruction, so that its elements are not known.
+        If it is not the result of a `tuple` instruction, its elements are not known,
+        and `x` itself is returned.
         """
         if place < 0 or x.instruction.opcode != "tuple":
             return x
         return self._source(x.instruction.operands[place], x.calls)
 
     def _operands(self, x: "_Source") -> list["_Source"]:
-        """Find the instructions that compute the operands of an instruction.
-
-        Args:
-          x: The instruction, and the fusions and calls in which it runs.
-
-        Returns:
-          A list with the `_Source` of each operand, in order.
-        """
+        """Find the instructions that compute the operands of an instruction."""
         return [self._source(name, x.calls) for name in x.instruction.operands]
 
     def _root(self, computation: str) -> "_Source":
         """Find the instruction that computes the result of a computation.
 
-        Args:
-          computation: The name of the computation.
-
-        Returns:
-          A `_Source`: the instruction, which may be in a fusion or call that the
-          computation makes, and those fusions and calls.
+        It may be in a fusion or call that the computation makes.
         """
         (root,) = [x for x in self.computations[computation] if x.root]
         return self._source(root.name)
@@ -355,16 +282,9 @@ class Module:
 
         A copy leads to its operand, a get-tuple-element to that operand of the `tuple`,
         a fusion or call to the root of its computation, and a parameter of one to the
-        operand of the call.
-
-        Args:
-          name: The name of the instruction whose result is the value.
-          calls: The fusions and calls inside which this instruction runs, outermost
-            first.
-
-        Returns:
-          The `_Source`: the instruction that none of these rules leads on from, and the
-          fusions and calls in which it runs.
+        operand of the call. The instruction that none of these rules leads on from is
+        the source. `name` is that of the instruction whose result is the value, and
+        `calls` are the fusions and calls in which that runs, outermost first.
         """
         x = self.instructions[name]
         while True:
@@ -413,10 +333,7 @@ def _index(x: Instruction) -> int | None:
 def _instruction(name: str, text: str, root: bool) -> Instruction | None:
     """Parse an instruction; None: the line is no instruction.
 
-    Args:
-      name: The name of the instruction, which is before the `=`.
-      text: The line after the `=`: shape, opcode, operands and attributes.
-      root: Whether its result is that of its computation.
+    `text` is the line after the `=`: shape, opcode, operands and attributes.
     """
     end = _balanced(text) if text.startswith("(") else text.find(" ")
     if end < 0:
@@ -434,11 +351,7 @@ def _instruction(name: str, text: str, root: bool) -> Instruction | None:
 
 
 def _balanced(text: str) -> int:
-    """Return the position after the parenthesis that closes the first one; else -1.
-
-    Args:
-      text: Text that begins with a parenthesis.
-    """
+    """Return the position after the parenthesis that closes the first; else -1."""
     depth = 0
     for i, char in enumerate(text):
         depth += (char == "(") - (char == ")")
@@ -450,14 +363,9 @@ def _balanced(text: str) -> int:
 def split(text: str) -> list[str]:
     """Split a list at its commas, up to the parenthesis that closes it.
 
-    Commas inside inner parentheses, brackets and braces do not count.
-
-    Args:
-      text: The text after the opening parenthesis of the list; what comes after the
-        closing one is ignored.
-
-    Returns:
-      The parts as text; `[""]` for an empty list.
+    `text` is what comes after the opening parenthesis; what comes after the closing one
+    is ignored. Commas inside inner parentheses, brackets and braces do not count.
+    `[""]` for an empty list.
     """
     parts, depth, start = [], 1, 0
     for i, char in enumerate(text):
@@ -476,8 +384,7 @@ def split(text: str) -> list[str]:
 def shape_bytes(shape: str) -> int:
     """Add up the bytes of all arrays in a shape such as `(f32[3,8]{1,0}, s32[])`.
 
-    Raises:
-      ValueError: An element type is not known.
+    `ValueError` if an element type is not known.
     """
     total = 0
     for dtype, dims in _ARRAY.findall(shape):
@@ -491,8 +398,7 @@ def shape_bytes(shape: str) -> int:
 def _bits(dtype: str) -> int:
     """Return the number of bits of an HLO element type, such as 16 for `bf16`.
 
-    Raises:
-      ValueError: The element type is not known.
+    `ValueError` if it is not known.
     """
     if dtype in _BITS:
         return _BITS[dtype]

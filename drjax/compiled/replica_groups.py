@@ -32,20 +32,12 @@ _IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 
 
 def devices_of(attributes: str, devices: int) -> list[np.ndarray]:
-    """Read from a collective which devices communicate with each other.
+    """Read from a collective's attributes which devices communicate with each other.
 
-    Args:
-      attributes: The text after the operands of the collective in HLO.
-      devices: The number of devices of the program. Without any groups in the text, all
-        of them are one group.
-
-    Returns:
-      The groups of devices, each an array of positions in the order of the mesh,
-      `[members]`. Of a permute, the `(source, target)` pairs.
-
-    Raises:
-      ValueError: The groups are not written in one of the four ways that are known:
-        lists, reshaped numbers, axes of a mesh, or pairs.
+    The groups are arrays of positions in the order of the mesh, `[members]`; of a
+    permute, the `(source, target)` pairs. Without any groups in the text, all `devices`
+    of the program are one group. `ValueError` if they are not written in one of the
+    four ways that are known: lists, reshaped numbers, axes of a mesh, or pairs.
     """
     listed = r"\{(\{[\d,]*\}(?:,\{[\d,]*\})*)\}"
     if lists := re.search(
@@ -101,20 +93,12 @@ def _ranges(text: str) -> list[int]:
 def axes_of(
     groups: list[np.ndarray], pairs: bool, mesh: Mapping[str, int]
 ) -> tuple[str, ...] | None:
-    """Return the mesh axes over which a collective communicates.
+    """Return the mesh axes over which a collective communicates, major first.
 
     They are the axes along which devices of one group have different positions.
-
-    Args:
-      groups: The groups of devices, each an array of positions in the order of the
-        mesh, `[members]`.
-      pairs: Whether they are the pairs of a permute, which need not be all devices
-        along an axis.
-      mesh: The sizes of the mesh axes by name, major first.
-
-    Returns:
-      The names, major first. None if `pairs` is false, and a group has only some of the
-      devices along these axes.
+    `groups` are those of `devices_of`, in the order of `mesh`, which has the sizes of
+    its axes by name, major first. None if a group has only some of the devices along
+    these axes; but the `pairs` of a permute need not be all.
     """
     apart = np.zeros(len(mesh), bool)
     for group in groups:
@@ -128,14 +112,10 @@ def axes_of(
 
 
 def _iota(sizes: str, order: str | None) -> np.ndarray:
-    """Make the array for which `[sizes]T(order)` stands in HLO.
+    """Make the array for which `[sizes]T(order)` stands in HLO, as `[2,4]T(1,0)`.
 
-    It has the numbers from 0 on, counted along the last dimension first.
-
-    Args:
-      sizes: The shape of the array as text, such as `2,4`.
-      order: The order of dimensions in which it is then transposed, such as `1,0`;
-        None: it is not transposed.
+    It has the numbers from 0 on, counted along the last dimension first, and is then
+    transposed, unless `order` is None.
     """
     shape = [int(x) for x in sizes.split(",")]
     every = np.arange(math.prod(shape)).reshape(shape)
