@@ -33,17 +33,7 @@ _STYLES = {  # fill, edge, line width
 
 
 def draw(plan: Plan, path: str | Path) -> None:
-    """Write a picture of a plan to a file; the implementation of `Plan.draw`.
-
-    Args:
-      plan: The plan.
-      path: A file that ends in `.svg` or `.png`. Missing folders are created.
-
-    Raises:
-      DrjaxValueError: The path does not end in `.svg` or `.png`.
-      PlanError: The plan has symbolic dimensions.
-      ImportError: matplotlib is not installed.
-    """
+    """Write a picture of a plan to a file; the implementation of `Plan.draw`."""
     path = Path(path)
     if path.suffix.lower() not in (".svg", ".png"):
         raise DrjaxValueError(

@@ -135,7 +135,11 @@ def jit(
 
 
 def _compiled(
-    fn: Any, residuals: str | None, jit_kwargs: dict, size: int, donate: bool
+    fn: Callable,
+    residuals: str | None,
+    jit_kwargs: dict[str, Any],
+    size: int,
+    donate: bool,
 ) -> Jitted:
     """Compile `fn` for `size` groups at once; donate arguments only if `donate`."""
     kept = {k: v for k, v in jit_kwargs.items() if donate or "donate" not in k}

@@ -52,7 +52,7 @@ class Tuned(Generic[P, R]):
         fn: Callable[P, R],
         compiled: Callable[[int, bool], Any],
         budget: int | None,
-    ):
+    ) -> None:
         self._compiled, self._budget = compiled, budget
         self._runs: dict[Any, Any] = {}  # by the signature of the arguments
         functools.update_wrapper(self, fn, updated=())

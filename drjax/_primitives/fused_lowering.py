@@ -62,10 +62,12 @@ from drjax._sharding.avals import partitioned_aval, slices_aval
 from drjax._sharding.execute import shard_map_over_devices, vary
 from drjax._sharding.layout import Layout, make_layout
 
-# A value of MLIR, whose types are not public, is `Any`.
+MlirValue: TypeAlias = Any  # the types of MLIR are not public
 Operand = tuple[Any, Any]  # an MLIR value and its type
 Placement = dict[str, Any]  # the parameters `partition` and `mesh` of an equation
-Stack: TypeAlias = tuple[Any, Any, bool]  # an operand, and whether it is partitioned
+Stack: TypeAlias = tuple[
+    MlirValue, Aval, bool
+]  # an operand, and whether it is partitioned
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,9 @@ def broadcast_rule(execute: Callable) -> Callable:
     the compiler removes them. `execute` is the execution function.
     """
 
-    def rule(ctx: LoweringRuleContext, x: Any, **placement: Any) -> Sequence[Any]:
+    def rule(
+        ctx: LoweringRuleContext, x: MlirValue, **placement: Any
+    ) -> Sequence[MlirValue]:
         source = x, ctx.avals_in[0]
         outs = _compat.lower_cached_function(ctx, execute, source, **placement)
         placement.pop("secure", None)
@@ -131,7 +135,9 @@ def map_rule(execute: Callable) -> Callable:
     `[n, *s]`.
     """
 
-    def rule(ctx: LoweringRuleContext, *args: Any, **params: Any) -> Sequence[Any]:
+    def rule(
+        ctx: LoweringRuleContext, *args: MlirValue, **params: Any
+    ) -> Sequence[MlirValue]:
         placement = {"partition": params["partition"], "mesh": params["mesh"]}
         lowered = _lowered_equations(ctx)
         operands, shared = list(zip(args, ctx.avals_in, strict=True)), []
@@ -186,7 +192,9 @@ def reduction_rule(primitive: Primitive, execute: Callable) -> Callable:
     and mesh as the outer reduction. Else it calls `execute`, a lowering rule.
     """
 
-    def rule(ctx: LoweringRuleContext, x: Any, **params: Any) -> Sequence[Any]:
+    def rule(
+        ctx: LoweringRuleContext, x: MlirValue, **params: Any
+    ) -> Sequence[MlirValue]:
         a_map, index = _lowered_equations(ctx).maps.get(x, (None, 0))
         if a_map is not None and a_map.placement == params:
             inner, operand = a_map.partial.get(index, (None, None))
@@ -205,7 +213,9 @@ def extremum_rule(primitive: Primitive, execute: Callable) -> Callable:
     `execute`, the execution function.
     """
 
-    def alone(ctx: LoweringRuleContext, x: Any, **params: Any) -> Sequence[Any]:
+    def alone(
+        ctx: LoweringRuleContext, x: MlirValue, **params: Any
+    ) -> Sequence[MlirValue]:
         return _compat.lower_cached_function(
             ctx, execute, (x, ctx.avals_in[0]), **params
         )
@@ -226,12 +236,12 @@ def reduce_sum_rule(execute: Callable) -> Callable:
 
     def rule(
         ctx: LoweringRuleContext,
-        x: Any,
+        x: MlirValue,
         *,
         partition: Partition,
         mesh: Mesh | None,
         **options: Any,
-    ) -> Sequence[Any]:
+    ) -> Sequence[MlirValue]:
         operand, placement = (
             (x, ctx.avals_in[0]),
             {"partition": partition, "mesh": mesh},
@@ -249,12 +259,12 @@ def reduce_sum_rule(execute: Callable) -> Callable:
 
 def _partial_reduction_rule(
     ctx: LoweringRuleContext,
-    x: Any,
+    x: MlirValue,
     *,
     partition: Partition,
     mesh: Mesh | None,
     reduction: Primitive,
-) -> Sequence[Any]:
+) -> Sequence[MlirValue]:
     """Lowering rule of `partial_reduction`, which returns the sums of a map if it can.
 
     They are those of `_LoweredMap.sums`, for a sum of a result of a map that was

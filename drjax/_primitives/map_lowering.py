@@ -143,7 +143,7 @@ def _on_traced_meshes(
     on that mesh.
     """
 
-    def cast(x: Any, mesh: jax.sharding.AbstractMesh) -> Array:
+    def cast(x: Array, mesh: jax.sharding.AbstractMesh) -> Array:
         sharding = _compat.typeof(x).sharding
         if sharding.mesh == mesh:
             return x

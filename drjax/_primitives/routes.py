@@ -223,9 +223,9 @@ def execute_put_add(
 ) -> PartitionedArray:
     """Add the slice of group j to slice `index[j]` of the result, from zeros on.
 
-    16-bit floats are added in float32 on each device, and communicated in 16 bits. On a
-    mesh it is one reduce-scatter, or an all-gather of `x` if the result has more slots
-    (groups per device times devices) than `x`.
+    The dtype has arithmetic. 16-bit floats are added in float32 on each device, and
+    communicated in 16 bits. On a mesh it is one reduce-scatter, or an all-gather of `x`
+    if the result has more slots (groups per device times devices) than `x`.
     """
     result = make_layout(partition, mesh)
     wide = accumulator(x.dtype)

@@ -92,7 +92,7 @@ class Module:
       entry: The name of the computation that starts.
     """
 
-    def __init__(self, text: str):
+    def __init__(self, text: str) -> None:
         header = re.search(r"^HloModule ([^\s,]+)(.*)", text, re.M)
         self.name, attributes = header.groups() if header else ("", "")
         sizes = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", attributes)
