@@ -139,8 +139,9 @@ def value_key(value: Any, jaxpr_key: Callable[..., Any]) -> Any:
 
 
 class _ByStructure:
-    """A cache key that holds a jaxpr, which `==` and `hash` ignore: they compare `key`,
-    what `structure(jaxpr)` returns.
+    """A cache key that holds a jaxpr, equal for jaxprs with the same structural key.
+
+    `key` is what `structure(jaxpr)` returns; `==` and `hash` ignore the jaxpr itself.
     """
 
     def __init__(self, key: Hashable, jaxpr: ClosedJaxpr) -> None:

@@ -65,9 +65,8 @@ from drjax._sharding.layout import Layout, make_layout
 MlirValue: TypeAlias = Any  # the types of MLIR are not public
 Operand = tuple[Any, Any]  # an MLIR value and its type
 Placement = dict[str, Any]  # the parameters `partition` and `mesh` of an equation
-Stack: TypeAlias = tuple[
-    MlirValue, Aval, bool
-]  # an operand, and whether it is partitioned
+# An operand of sums: its MLIR value and type, and whether it is partitioned.
+Stack: TypeAlias = tuple[MlirValue, Aval, bool]
 
 
 @dataclass(frozen=True)
@@ -209,8 +208,9 @@ def reduction_rule(primitive: Primitive, execute: Callable) -> Callable:
 
 
 def extremum_rule(primitive: Primitive, execute: Callable) -> Callable:
-    """Make the lowering rule of an extremum: a `reduction_rule` that else lowers
-    `execute`, the execution function.
+    """Make the lowering rule of an extremum: a `reduction_rule`.
+
+    Where it does not merge, `execute`, the execution function, is lowered.
     """
 
     def alone(

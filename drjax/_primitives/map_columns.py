@@ -105,6 +105,7 @@ def types_of_columns(
     mesh: Mesh | None,
     **_: Any,
 ) -> list[Aval]:
+    """Abstract evaluation of `map_columns`: the types of its results."""
     layout = make_layout(partition, mesh)
     varying = frozenset[str]().union(*map(_compat.varying, avals))
     shapes = {
