@@ -6,7 +6,7 @@ with totals for each level. Sharp edges: `drjax.plan` exports it and makes the m
 
 import collections
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,15 +160,9 @@ class Ledger(Record):
     def _slices_per_device(self, message: Message) -> int:
         """Count the slices that one device puts into all collectives of a message.
 
-        A message is one value that is communicated in a round. Its bytes, times this
-        number, are the bytes that a device puts into collectives. A message of an inner
-        level is one collective for each of the device's groups of the outer levels.
-
-        Args:
-          message: The message. How often a loop repeats it is not counted.
-
-        Returns:
-          The number; 0 if the groups of the message's level are on one device.
+        A message of an inner level is one collective for each of the device's groups of
+        the outer levels. 0 if the groups of its level are on one device. How often a
+        loop repeats the message is not counted.
         """
         *outer, partition = message.levels
         devices = self._devices(partition.name, not outer)
@@ -182,13 +176,8 @@ class Ledger(Record):
     def _devices(self, name: str | None, outermost: bool) -> int:
         """Return the number of devices that share the groups of a level.
 
-        Args:
-          name: The name of the level; None if the plan has one level only.
-          outermost: Whether it is the outermost level.
-
-        Returns:
-          `self.devices` for the outermost or only level; for an inner level the number
-          in `self.devices_of`, or 1 if that does not name the level.
+        Of an inner level that `devices_of` does not name it is 1. `name` None: the only
+        level.
         """
         if outermost or name is None:
             return self.devices
@@ -197,15 +186,11 @@ class Ledger(Record):
     def _slices(self, message: Message, size: int, devices: int) -> int:
         """Count the slices that one device puts into one collective of a message.
 
-        A broadcast or scatter needs none, as each device has the server's value. A
-        reduction needs 1, a partial reduction. A gather needs the slices of the
-        device's groups, a permute those that leave the device, and a take or put_add
-        those of all groups (or, where an all-gather is smaller, those of the device).
-
-        Args:
-          message: The message.
-          size: n, the number of groups of its level.
-          devices: m, the number of devices that share them.
+        The message's level has `size` groups on `devices` devices. A broadcast or
+        scatter needs none, as each device has the server's value. A reduction needs 1,
+        a partial reduction. A gather needs the slices of the device's groups, a permute
+        those that leave the device, and a take or put_add those of all groups (or,
+        where an all-gather is smaller, those of the device).
         """
         per_device = -(-size // devices)
         if message.down:
@@ -249,29 +234,20 @@ class Ledger(Record):
 
         They do so from or to their server, or between each other. A message of an inner
         level is not one of the outer level, and the reverse.
-
-        Args:
-          message: The message.
-          over: The name of the level; None: the outermost one.
         """
         if self._is_outermost(over):
             return len(message.levels) == 1
         return len(message.levels) > 1 and message.levels[-1].name == over
 
-    def _total(self, round, over, nbytes) -> int:
-        """Sum bytes over the messages of a level, each times how often it is sent.
+    def _total(
+        self,
+        round: int | str | None,
+        over: str | None,
+        nbytes: Callable[[Message], int],
+    ) -> int:
+        """Sum `nbytes` over the messages of a level, each times how often it is sent.
 
-        Args:
-          round: The number of the round, or text such as `2.scan.1`; None: all rounds.
-          over: The name of the level; None: the outermost.
-          nbytes: A function from a `Message` to the bytes of it that count, each time
-            that it is sent; 0 if it does not count.
-
-        Returns:
-          The sum. Loops with an unknown number of steps count as one step.
-
-        Raises:
-          DrjaxValueError: There is no such level.
+        Loops with an unknown number of steps count as one step.
         """
         if over is not None and over not in self.levels:
             raise DrjaxValueError(f"over= needs one of {[*self.levels]}, got {over!r}.")
@@ -296,10 +272,9 @@ class Ledger(Record):
         return "\n".join([head, *lines, *totals])
 
     def _total_line(self, over: str | None) -> str:
-        """Format the total bytes of a level, as the last line of the printed ledger.
+        """Format the total bytes of a level as the last line of the printed ledger.
 
-        Args:
-          over: The name of the level; None: there is one level, which is not named.
+        `over` None: there is one level, which is not named.
         """
         devices = self._devices(over, self._is_outermost(over))
         between = self.between(over=over)
@@ -317,19 +292,8 @@ class Ledger(Record):
 def checked_devices(names: Sequence[str], devices: Any) -> dict[str, int]:
     """Check the argument of `Plan.communication`, and return it as a dict from levels.
 
-    Args:
-      names: The names of the plan's levels (nested partitions), outermost first; empty
-        for a plan without a partition.
-      devices: The argument: the number of devices that share the groups of the
-        outermost level; or a dict from names of levels to such numbers.
-
-    Returns:
-      A dict from names to numbers, with the levels that the argument names. Without
-      levels the name is "".
-
-    Raises:
-      DrjaxTypeError: A number is no integer.
-      DrjaxValueError: A number is less than 1, or a name is that of no level.
+    `names` are those of the plan's levels, outermost first; a number of devices is that
+    of the outermost level. Without levels the name is "".
     """
     if not isinstance(devices, Mapping):
         devices = dict.fromkeys(names[:1] or [""], devices)
@@ -342,12 +306,7 @@ def checked_devices(names: Sequence[str], devices: Any) -> dict[str, int]:
 
 
 def _checked_count(devices: Any) -> int:
-    """Check a number of devices that a user passed, and return it as an `int`.
-
-    Raises:
-      DrjaxTypeError: It is not an integer.
-      DrjaxValueError: It is less than 1.
-    """
+    """Check a number of devices that a user passed, and return it as an `int`."""
     count = integer_of(devices)
     if count is None:
         raise DrjaxTypeError(
@@ -360,6 +319,6 @@ def _checked_count(devices: Any) -> int:
     return count
 
 
-def _digits(number) -> str:
+def _digits(number: object) -> str:
     """Format a number with separators, `12,300`; a symbolic one as JAX prints it."""
     return f"{number:,}" if isinstance(number, int) else str(number)

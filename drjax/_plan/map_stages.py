@@ -14,18 +14,11 @@ from drjax.plan import Fold, Loop, Plan, Round, Stage
 
 
 def map_stages(fn: Callable[[Stage], Stage], plan: Plan) -> Plan:
-    """Copy a plan with each stage replaced, also in the bodies of its loops.
+    """Copy a plan with each stage replaced by `fn(stage)`, also in bodies of loops.
 
-    Rounds, communication and values stay. The plan of an inner level, `stage.inner`, is
-    not visited: `fn` may replace it.
-
-    Args:
-      fn: From a stage (of the server, of the groups, or the function of a fold) to one
-        with the same inputs and outputs.
-      plan: The plan, which is not modified.
-
-    Returns:
-      The plan with the new stages.
+    A stage is of the server, of the groups, or the function of a fold; `fn` keeps its
+    inputs and outputs. Rounds, communication and values stay. The plan of an inner
+    level, `stage.inner`, is not visited: `fn` may replace it.
     """
 
     def of_round(a_round: Round) -> Round:

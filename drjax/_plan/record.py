@@ -24,7 +24,7 @@ from drjax._partition import integer_of
 class Record:
     """Base of the dataclasses of a plan, which checks their fields when one is made."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, expected, convert in _checks(type(self)):
             old = getattr(self, name)
             try:
@@ -111,7 +111,7 @@ _PLAIN: dict[Any, Converter] = {int: _int, bool: _bool, str: _str}
 
 
 def _first_of(converters: list) -> Converter:
-    def convert(x):
+    def convert(x: Any) -> Any:
         for one in converters:
             try:
                 return one(x)
@@ -122,7 +122,7 @@ def _first_of(converters: list) -> Converter:
     return convert
 
 
-def _tuple_of(parts: tuple) -> Converter:
+def _tuple_of(parts: tuple[Any, ...]) -> Converter:
     """The converter of `tuple[part, ...]`, or of a tuple with one part for each."""
     if len(parts) == 2 and parts[1] is ...:
         one = _converter(parts[0])
@@ -130,13 +130,13 @@ def _tuple_of(parts: tuple) -> Converter:
     else:
         each = list(map(_converter, parts))
 
-        def of_items(xs):
+        def of_items(xs: tuple) -> tuple:
             if len(xs) != len(each):
                 raise TypeError
             pairs = zip(each, xs, strict=True)
             return tuple(x if one is None else one(x) for one, x in pairs)
 
-    def convert(x):
+    def convert(x: Any) -> tuple:
         if not isinstance(x, tuple):
             raise TypeError
         new = of_items(x)
@@ -147,7 +147,7 @@ def _tuple_of(parts: tuple) -> Converter:
 
 
 def _instance_of(cls: type) -> Converter:
-    def convert(x):
+    def convert(x: Any) -> Any:
         if not isinstance(x, cls):
             raise TypeError
         return x

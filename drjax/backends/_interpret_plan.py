@@ -18,20 +18,19 @@ backend's own.
 
 import abc
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from drjax.plan import Loop, Move, Plan, Round, Stage, Value
+
+# As the backend has it: an array of JAX or numpy, a tracer, or an object that reads an
+# array later.
+BackendArray: TypeAlias = Any
 
 
 class Environment:
     """The arrays of one run of a plan: a mapping from `drjax.plan.Value` to array.
 
-    Values are looked up by their name.
-
-    Attributes:
-      arrays: A dict from the name of a value to its array. Each backend has its own
-        kind of arrays: JAX or numpy arrays, tracers, or objects that read an array
-        later.
+    Values are looked up by their name, the keys of `arrays`.
     """
 
     def __init__(self) -> None:
@@ -40,36 +39,23 @@ class Environment:
     def __contains__(self, value: Value) -> bool:
         return value.name in self.arrays
 
-    def __getitem__(self, value: Value) -> Any:
+    def __getitem__(self, value: Value) -> BackendArray:
         return self.arrays[value.name]
 
-    def __setitem__(self, value: Value, array: Any) -> None:
+    def __setitem__(self, value: Value, array: BackendArray) -> None:
         self.arrays[value.name] = array
 
-    def read(self, values: Iterable[Value]) -> list:
-        """Return the arrays of these values as a list, in the order of the values.
-
-        Raises:
-          KeyError: A value has no array.
-        """
+    def read(self, values: Iterable[Value]) -> list[BackendArray]:
+        """Return the arrays of these values, in this order; each must have one."""
         return [self[value] for value in values]
 
-    def write(self, values: Iterable[Value], arrays: Iterable) -> None:
-        """Set the arrays of these values, given in the order of the values.
-
-        Arrays that the values had before are replaced.
-        """
+    def write(self, values: Iterable[Value], arrays: Iterable[BackendArray]) -> None:
+        """Set the arrays of these values, in this order; earlier ones are replaced."""
         for value, array in zip(values, arrays, strict=True):
             self[value] = array
 
-    def updated(self, arrays: dict[str, Any]) -> "Environment":
-        """Return a copy of the environment with other arrays for some values.
-
-        This environment is not changed.
-
-        Args:
-          arrays: A dict from the names of these values to their new arrays.
-        """
+    def updated(self, arrays: dict[str, BackendArray]) -> "Environment":
+        """Return a copy with other arrays, by the names of their values."""
         copy = Environment()
         copy.arrays = self.arrays | arrays
         return copy
@@ -80,15 +66,14 @@ class PlanInterpreter(abc.ABC):
 
     Inputs and outputs are lists of arrays, in the order of `plan.inputs` and
     `plan.outputs`. A backend is a subclass: it defines how a server stage, the groups
-    of a round and a loop run.
-
-    Attributes:
-      plan: The plan.
+    of a round and a loop run. Partitioned values have their slices along the axis that
+    the backend has for groups: always axis 0, or `Value.axis`. Rounds are numbered by
+    their index in `plan.rounds`, from 0.
     """
 
     plan: Plan
 
-    def __call__(self, inputs: Iterable) -> list:
+    def __call__(self, inputs: Iterable[BackendArray]) -> list[BackendArray]:
         plan, env = self.plan, Environment()
         env.write(plan.inputs, inputs)
         read_last = names_read_last(plan)
@@ -112,27 +97,14 @@ class PlanInterpreter(abc.ABC):
 
     @abc.abstractmethod
     def run_server(self, stage: Stage, env: Environment) -> None:
-        """Run a server stage: read its inputs from `env`, write its outputs to `env`.
-
-        Args:
-          stage: The server stage.
-          env: The arrays of all values that were computed so far; it is changed.
-        """
+        """Run a server stage: it reads its inputs in `env`, and writes its outputs."""
 
     @abc.abstractmethod
-    def scatter(self, slices: Value, whole: Any) -> Any:
+    def scatter(self, slices: Value, whole: BackendArray) -> BackendArray:
         """Convert a global array to this backend's array of a partitioned value.
 
-        Group i gets slice i.
-
-        Args:
-          slices: The partitioned value that the scatter gives.
-          whole: The array of the global value, `[..., n, ...]`, whose n slices lie
-            along axis `slices.axis`.
-
-        Returns:
-          The array of `slices`, with the n slices along the axis along which this
-          backend has the groups: axis 0, or `slices.axis`.
+        Group i gets slice i. `whole` has its n slices along `slices.axis`; the result
+        has them along the backend's axis.
         """
 
     @abc.abstractmethod
@@ -142,53 +114,33 @@ class PlanInterpreter(abc.ABC):
         It reads the inputs of the stage from `env`. It writes to `env` the results of
         the reductions and folds, and the slices of those outputs of the stage that are
         read after it.
-
-        Args:
-          index: The index of the round in `plan.rounds`, from 0.
-          env: The arrays of all values that were computed so far; it is changed.
         """
 
     @abc.abstractmethod
-    def move(self, move: Move, slices: Any, index: Any = None) -> Any:
+    def move(
+        self, move: Move, slices: BackendArray, index: BackendArray | None = None
+    ) -> BackendArray:
         """Move slices between groups by a permute, a take or a put_add.
 
         A permute has `result[i] = slices[move.sources[i]]`, and a take
         `result[i] = slices[index[i]]`. A put_add starts from zeros, and for each i adds
         `slices[i]` to `result[index[i]]`.
 
-        Here `x[i]` is slice i of x, along the axis that the backend has for groups. A
-        take of an index that is out of bounds gives zeros, and a put_add drops it.
-
-        Args:
-          move: The move.
-          slices: The array of `move.source`, with the slices of all groups; or, if the
-            source is a population, a global value `[N, *s]` with its N slices along
-            axis 0.
-          index: The array of `move.index`, int32 with one index for each slice of the
-            result of a take, or for each slice of the source of a put_add. None for a
-            permute.
-
-        Returns:
-          The array of `move.result`: with the slices along the same axis as those of
-          other partitioned values of the backend; or, for a population, along axis 0.
+        Here `x[i]` is slice i of x, along the axis that the backend has for groups; of
+        a population, a global value `[N, *s]`, along axis 0. A take of an index that is
+        out of bounds gives zeros, and a put_add drops it. `index`, int32, is None for a
+        permute.
         """
 
     @abc.abstractmethod
-    def run_loop(self, index: int, loop: Loop, inputs: list) -> list:
-        """Run a loop of a round, whose bodies are plans.
+    def run_loop(
+        self, index: int, loop: Loop, inputs: list[BackendArray]
+    ) -> list[BackendArray]:
+        """Run a loop of a round, whose bodies are plans; return its outputs.
 
         It may be a scan, a while loop, a cond, a single run of a plan over another
         partition (`loop.op == "program"`), or work on each coordinate of gathered
         slices (`"columns"`), which `_all_columns.run_columns` does at once.
-
-        Args:
-          index: The index of the loop's round in `plan.rounds`, from 0.
-          loop: The loop.
-          inputs: The arrays of `loop.inputs`, in order; partitioned ones have their
-            slices along the axis that the backend has for groups.
-
-        Returns:
-          A list of the arrays of `loop.outputs`, in order and in the same layout.
         """
 
 
@@ -203,9 +155,6 @@ def reads_after_server(a_round: Round) -> Iterator[Value]:
     are yielded in this order; a value that is read twice comes twice. The inputs of the
     server stage itself are not among them. The liveness of values is computed from
     them.
-
-    Args:
-      a_round: The round.
     """
     yield from (whole for whole, _ in a_round.scatter)
     yield from a_round.local.inputs
@@ -217,14 +166,11 @@ def reads_after_server(a_round: Round) -> Iterator[Value]:
 
 
 def names_read_last(plan: Plan) -> list[list[str]]:
-    """Return the names of the values that each round is the last to read.
+    """Return for each of `plan.rounds` the names of the values that it reads last.
 
     A backend can drop their arrays after the round. The last server stage of the plan
     and the plan's outputs are read after all rounds, so their values are in no list. A
     value that nothing reads is in no list either.
-
-    Returns:
-      One list of names for each of `plan.rounds`, in order.
     """
     last: dict[str, int] = {}
     for index, a_round in enumerate(plan.rounds):
@@ -246,32 +192,19 @@ T = TypeVar("T")
 
 
 def split_while(loop: Loop, xs: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
-    """Split a list of one element for each input of a while loop into three parts.
+    """Split a list in the order of a while loop's inputs into three parts.
 
-    Args:
-      loop: The while loop.
-      xs: A sequence in the order of `loop.inputs`, such as these values or their
-        arrays.
-
-    Returns:
-      `(constants of the condition, constants of the body, carried values)`: three
-      lists, which are consecutive parts of `xs`.
+    They are constants of the condition, constants of the body, and carried values.
     """
     first, second = loop.consts[0], sum(loop.consts)
     return [*xs[:first]], [*xs[first:second]], [*xs[second:]]
 
 
 def split_scan(loop: Loop, xs: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
-    """Split a list with one element for each input of a scan into its three parts.
+    """Split a list in the order of a scan's inputs into three parts.
 
-    Args:
-      loop: The scan.
-      xs: A sequence in the order of `loop.inputs`, such as these values or their
-        arrays.
-
-    Returns:
-      `(constants, carried values, stacks)`: three lists, which are consecutive parts of
-      `xs`. Stacks are the `xs` of `lax.scan`: each step takes one entry of every stack.
+    They are constants, carried values, and stacks, the `xs` of `lax.scan`: each step
+    takes one entry of every stack.
     """
     first = sum(loop.consts)
     second = first + loop.carry

@@ -8,36 +8,30 @@ float64. Where an index is out of bounds, a take gives zeros, and a put_add drop
 slice.
 """
 
-from typing import Any
-
 import numpy as np
 
+from drjax._compat.types import Array
 from drjax._jaxprs.prng_keys import on_raw
 from drjax._primitives.reduce_ops import REDUCE_OPS
 from drjax.plan import Move
 
 
-def move_slices(move: Move, slices: Any, index: Any = None, groups: int = 0) -> Any:
+def move_slices(
+    move: Move,
+    slices: np.ndarray | Array,
+    index: np.ndarray | Array | None = None,
+    groups: int = 0,
+) -> np.ndarray | Array:
     """Move all groups' slices by a permute, a take or a put_add.
 
     A permute has `result[i] = slices[move.sources[i]]`, and a take
     `result[i] = slices[index[i]]`, or zeros. A put_add starts from zeros; for each i it
     adds `slices[i]` to `result[index[i]]`.
 
-    Args:
-      move: The move. Its source or result may be a population: a global value `[N, *s]`
-        of more slices than the plan has groups.
-      slices: All slices of the source along axis 0, an array of numpy or JAX, random
-        keys included; it is not changed.
-      index: int32, one for each slice of the result of a take, or for each of `slices`
-        of a put_add. None for a permute, which does not use it.
-      groups: n, the number of groups of the plan. Only a put_add to a partitioned value
-        uses it, as the number of slices of the result.
-
-    Returns:
-      An array of the dtype of `slices`, with the slices of the result along axis 0: as
-      many as in `slices` for a permute, as many as in `index` for a take, and n, or N
-      for a population, for a put_add. The result of a put_add is a numpy array.
+    Slices are along axis 0 and may be random keys; they are not changed. The source or
+    the result may be a population: a global value `[N, *s]`. `index` is int32, and None
+    for a permute. `groups`, n, is read only for a put_add to a partitioned value. The
+    result has the dtype of `slices`, and may be of numpy where these are of JAX.
     """
     if move.op == "permute":
         return slices[np.asarray(move.sources, np.int32)]
@@ -52,7 +46,7 @@ def move_slices(move: Move, slices: Any, index: Any = None, groups: int = 0) -> 
     return totals.astype(host.dtype)
 
 
-def _slices_at(x: Any, index: np.ndarray) -> Any:
+def _slices_at(x: np.ndarray | Array, index: np.ndarray) -> np.ndarray | Array:
     """Return `x[index]`, with zeros where an index is negative or beyond the end."""
     inside = (index >= 0) & (index < len(x))
     if inside.all():

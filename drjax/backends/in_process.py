@@ -13,6 +13,8 @@ no `timeout` and no worker to replace.
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from drjax.backends.engine import pool_scheduler, worker
 from drjax.backends.engine.driver import Runner
 from drjax.backends.engine.messages import BlockResult, File, Task, WorkerState
@@ -62,16 +64,8 @@ def compile(
 class InProcess:
     """A `Pool` without worker processes, which runs each block when it is submitted.
 
-    Args:
-      workers: The number of workers for which the default block size is chosen.
-
-    Attributes:
-      workers: That number.
-      generation: 0: there are no workers that could be replaced.
-      stays: Empty: there is no worker to have slices.
-
-    Raises:
-      DrjaxValueError: `workers` is no integer from 1.
+    `workers` is the number of workers for which the default block size is chosen.
+    `generation` is always 0, as there are no workers that could be replaced.
     """
 
     def __init__(self, workers: int = 1):
@@ -89,23 +83,27 @@ class InProcess:
         # The workers are this process: they read the object itself.
         return x
 
-    def submit(self, task: Task, file: File, shared: Any) -> Any:
+    def submit(
+        self, task: Task, file: File, shared: list[np.ndarray]
+    ) -> "_FinishedTask":
         # It runs at once: a pool of one process cannot have tasks in flight.
         return _FinishedTask(file, task, shared)
 
-    def wait(self, handles: Sequence[Any], timeout: float | None) -> Sequence[Any]:
+    def wait(
+        self, handles: Sequence["_FinishedTask"], timeout: float | None
+    ) -> Sequence["_FinishedTask"]:
         return handles
 
-    def result(self, handle: Any) -> BlockResult:
+    def result(self, handle: "_FinishedTask") -> BlockResult:
         if handle.error is not None:
             raise handle.error
         return handle.result
 
-    def abandon(self, handle: Any) -> None:
+    def abandon(self, handle: "_FinishedTask") -> None:
         # Nothing is late: a task has ended when `submit` returns.
         pass
 
-    def forget(self, handle: Any) -> None:
+    def forget(self, handle: "_FinishedTask") -> None:
         pass
 
     def states(self) -> list[WorkerState]:
@@ -119,19 +117,11 @@ class InProcess:
 class _FinishedTask:
     """The handle of a task that has ended: the constructor runs the task.
 
-    An exception of the task is caught and stored, for `InProcess.result` to raise.
-
-    Args:
-      file: The plan file.
-      task: The block of groups, and the stage to run on it.
-      shared: The global inputs of the stage, in order, a list of numpy arrays.
-
-    Attributes:
-      result: The `BlockResult` of the task; None if the task raised.
-      error: The exception that the task raised; None if it did not raise.
+    An exception of the task is stored, for `InProcess.result` to raise. `shared` are
+    the global inputs of the stage, in order.
     """
 
-    def __init__(self, file: File, task: Task, shared: Any):
+    def __init__(self, file: File, task: Task, shared: list[np.ndarray]):
         self.result: Any = None
         self.error: Exception | None = None
         try:

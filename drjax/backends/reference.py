@@ -21,6 +21,7 @@ import numpy as np
 from jax.core import Tracer
 
 from drjax import _compat
+from drjax._compat.types import Array, GlobalArray, PartitionedArray
 from drjax._errors import DrjaxError, DrjaxValueError
 from drjax._jaxprs.associative import difference_of_orders
 from drjax._jaxprs.eval_jaxpr import as_arrays
@@ -85,7 +86,7 @@ def compile(
 
     kept = Keep(plan, keep)
 
-    def run(*args, **kwargs):
+    def run(*args: Any, **kwargs: Any) -> Any:
         args, kwargs, handles = kept.open(args, kwargs)
         whole = _run(plan, flat_inputs(plan, args, kwargs), check_nans)
         for handle in handles:
@@ -97,23 +98,14 @@ def compile(
     return run
 
 
-def _run(plan: Plan, inputs: Sequence[Any], check_nans: bool) -> list:
-    """Run a plan on flat inputs, one group at a time.
+def _run(
+    plan: Plan, inputs: Sequence[Array | np.int32], check_nans: bool
+) -> list[Array]:
+    """Run a plan on flat inputs, one group at a time; return its outputs.
 
-    Args:
-      plan: The plan of a call; or the plan of an inner level, which then runs for one
-        group of the outer level; or the body of a loop over another partition.
-      inputs: The arrays of `plan.inputs`, in order; partitioned ones `[..., n, ...]`,
-        with the n slices along `Value.axis`.
-      check_nans: Whether to raise `GroupError` if an output of a group's stage, a
-        reduction or an output of the server's work has a NaN.
-
-    Returns:
-      The list of the arrays of `plan.outputs`, in order; partitioned ones
-      `[..., n, ...]`, with the slices along `Value.axis`.
-
-    Raises:
-      GroupError: The work of a group failed.
+    Partitioned inputs and outputs have their n slices along `Value.axis`. The plan is
+    that of a call; or that of an inner level, which then runs for one group of the
+    outer level; or the body of a loop over another partition.
     """
     slices_first = [
         # Slices are along axis 0 inside, whatever axis users chose.
@@ -130,14 +122,9 @@ def _run(plan: Plan, inputs: Sequence[Any], check_nans: bool) -> list:
 class _GroupByGroup(PlanInterpreter):
     """Runs a plan in this process, one group at a time: `interpreter(inputs)`.
 
-    It takes and returns lists of arrays, in the order of `plan.inputs` and
-    `plan.outputs`. Partitioned values are arrays `[n, ...]`, with the slices along axis
-    0.
-
-    Args:
-      plan: The plan.
-      check_nans: Whether to raise `GroupError` if an output of a group's stage, a
-        reduction or an output of the server's work has a NaN.
+    Partitioned values are arrays `[n, *s]`, whatever `Value.axis` is. With
+    `check_nans`, a NaN in an output of a group's stage, a reduction, or an output of
+    the server's work is a `GroupError`.
     """
 
     def __init__(self, plan: Plan, check_nans: bool):
@@ -150,7 +137,7 @@ class _GroupByGroup(PlanInterpreter):
             _check_nans(outs, None, stage, inputs, self.plan.name)
         env.write(stage.outputs, outs)
 
-    def scatter(self, slices: Value, whole: Any) -> Any:
+    def scatter(self, slices: Value, whole: GlobalArray) -> PartitionedArray:
         return jnp.moveaxis(whole, slices.axis, 0)
 
     def run_groups(self, index: int, env: Environment) -> None:
@@ -187,7 +174,9 @@ class _GroupByGroup(PlanInterpreter):
                 state = _call(fold.combine, [*consts, *state, *one])
             env.write(fold.results, state)
 
-    def _check_order(self, fold: Fold, consts: list, states: list) -> None:
+    def _check_order(
+        self, fold: Fold, consts: list[GlobalArray], states: list[PartitionedArray]
+    ) -> None:
         """Raise `DrjaxValueError` if the first groups' states fold to two results."""
         arrays = (*consts, *states)
         if self.plan.size < 3 or any(isinstance(x, Tracer) for x in arrays):
@@ -198,27 +187,15 @@ class _GroupByGroup(PlanInterpreter):
         if why is not None:
             raise DrjaxValueError(why)
 
-    def move(self, move: Move, slices: Any, index: Any = None) -> Any:
+    def move(self, move: Move, slices: Array, index: Array | None = None) -> Array:
         return jnp.asarray(move_slices(move, slices, index, self.plan.size))
 
     def _run_group(
         self, group: int, stage: Stage, env: Environment, location: str
-    ) -> list:
-        """Run the local stage for one group.
+    ) -> list[Array]:
+        """Return one group's slice of each output of the local stage, in order.
 
-        Args:
-          group: The group index.
-          stage: The local stage.
-          env: The arrays of all values that were computed so far, by `Value`; the
-            inputs of the stage are read from it, and it is not changed. Partitioned
-            ones are `[n, ...]`.
-          location: The round and the plan as text, for errors.
-
-        Returns:
-          A list of arrays: the group's slice of each output of the stage, in order.
-
-        Raises:
-          GroupError: The work raises; or `check_nans` is set and an output has a NaN.
+        `location`, the round and the plan as text, is for errors.
         """
         # A local stage takes the group index first.
         inputs = [np.int32(group)]
@@ -246,7 +223,7 @@ class _GroupByGroup(PlanInterpreter):
             _check_nans(outs, group, stage, inputs, location)
         return outs
 
-    def run_loop(self, index: int, loop: Loop, inputs: list) -> list:
+    def run_loop(self, index: int, loop: Loop, inputs: list[Array]) -> list[Array]:
         if loop.op == "columns":
             evaluate = lambda jaxpr, args: _compat.jaxpr_as_fun(jaxpr)(*args)
             return run_columns(loop, inputs, evaluate)
@@ -256,27 +233,17 @@ class _GroupByGroup(PlanInterpreter):
         return _python_loops.run(loop, bodies, inputs, self.plan.size, jnp)
 
 
-def _call(stage: Stage, args: list) -> list:
+def _call(stage: Stage, args: list) -> list[Array]:
     """Evaluate the jaxpr of a stage, one equation after another, without compiling it.
 
-    Args:
-      stage: The stage.
-      args: The arguments of its jaxpr: one array for each input, in order; for a local
-        stage the group index, int32 `[]`, comes before them.
-
-    Returns:
-      A list of JAX arrays, one for each output of the stage, in the output's dtype.
+    The outputs have the dtypes of `stage.outputs`.
     """
     outs = _compat.jaxpr_as_fun(stage.jaxpr)(*args)
     return as_arrays(outs, [value.dtype for value in stage.outputs])
 
 
-def _stack(slices: tuple) -> Any:
-    """Stack the slices of all n groups into a JAX array `[n, ...]`.
-
-    Args:
-      slices: For each group its slice of one value: arrays, random keys or tracers.
-    """
+def _stack(slices: tuple[Array, ...]) -> PartitionedArray:
+    """Stack the slices of all n groups, which may be random keys or tracers."""
     if any(isinstance(x, Tracer) for x in slices):
         # Under a JAX transformation numpy cannot read slices: they are tracers.
         return jnp.stack(slices)
@@ -286,17 +253,11 @@ def _stack(slices: tuple) -> Any:
 
 
 def _check_nans(
-    outs, group: int | None, stage: Stage, inputs: list, location: str
+    outs: list[Array], group: int | None, stage: Stage, inputs: list, location: str
 ) -> None:
-    """Raise `GroupError` if an output of a stage has a NaN.
+    """Raise `GroupError` if an output of a stage has a NaN; `group` None: the server's.
 
-    Args:
-      outs: The arrays that the stage returned, one for each output.
-      group: The group index; None: the stage is the server's.
-      stage: The stage.
-      inputs: The arguments of the stage's jaxpr: of a local stage the group index, then
-        the input arrays.
-      location: The round, if any, and the plan as text, for errors.
+    `location` is the round, if any, and the plan as text, for errors.
     """
     who = "The server" if group is None else f"Group {group}"
     for value, out in zip(stage.outputs, outs, strict=True):
@@ -311,17 +272,10 @@ def _check_nans(
             )
 
 
-def _reduced(reduce: Reduce, slices: Any) -> Any:
-    """Reduce the slices of all groups by the operation of a reduction, on the host.
+def _reduced(reduce: Reduce, slices: PartitionedArray) -> GlobalArray:
+    """Reduce all groups' slices on the host, to `[*s]` in the dtype of the slices.
 
-    Args:
-      reduce: The reduction.
-      slices: The array of all groups' slices, `[n, *s]`.
-
-    Returns:
-      The global value `[*s]`, reduced over axis 0, in the dtype of the slices; floats
-      are added up in float64. A gather reduces nothing: its result is `slices`,
-      `[n, *s]`.
+    Floats are added up in float64. A gather reduces nothing: its result is `slices`.
     """
     if reduce.op == "gather":
         return slices
