@@ -11,12 +11,12 @@ Sharp edges: engines with workers need not call it: see `engine/coordinates.py`.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from drjax import _compat
+from drjax._compat.types import Array, ClosedJaxpr, GlobalArray
 from drjax._jaxprs.eval_jaxpr import as_arrays
 from drjax._plan_file.exported_stage import run_batched
 from drjax._primitives.reduce_ops import REDUCE_OPS
@@ -26,24 +26,18 @@ from drjax.plan import Loop, Plan
 
 def run_columns(
     loop: Loop,
-    inputs: Sequence[Any],
-    evaluate: Callable[[Any, Sequence[Any]], Sequence[Any]],
-) -> list:
-    """Run the function of one coordinate for all coordinates.
+    inputs: Sequence[GlobalArray],
+    evaluate: Callable[[ClosedJaxpr, Sequence[Array]], Sequence[Array]],
+) -> list[GlobalArray]:
+    """Run the function of one coordinate for all coordinates, to the loop's outputs.
 
-    Args:
-      loop: The loop, of the op `columns`.
-      inputs: The arrays of `loop.inputs`, in order.
-      evaluate: `evaluate(jaxpr, args)` evaluates a closed jaxpr.
-
-    Returns:
-      The list of the arrays of `loop.outputs`, in order, JAX arrays.
+    `evaluate(jaxpr, args)` evaluates a closed jaxpr.
     """
     (body,) = loop.bodies
     exported = body.rounds[0].local.exported is not None
     run = _batched if exported else _mapped
 
-    def whole(*xs):
+    def whole(*xs: Array) -> list[Array]:
         pairs = zip(xs, body.inputs, strict=True)
         args = [jnp.reshape(x, v.whole_shape(body.size)) for x, v in pairs]
         totals, arrays = run(body, args)
@@ -59,16 +53,12 @@ def run_columns(
     return as_arrays(evaluate(jaxpr, inputs), [v.dtype for v in loop.outputs])
 
 
-def _mapped(body: Plan, args: Sequence[Any]) -> tuple[list, dict[str, Any]]:
-    """Map the jaxpr of one coordinate over all of them, by `jax.vmap`, and reduce.
+def _mapped(body: Plan, args: Sequence[Array]) -> tuple[list[Array], dict[str, Array]]:
+    """Map the jaxpr of one coordinate over all d of them, by `jax.vmap`, and reduce.
 
-    Args:
-      body: The plan over the coordinates.
-      args: The arrays of its inputs, `[n, d, *t]`, `[d, *t]` or `[*t]`.
-
-    Returns:
-      `(totals, arrays)`: the results of the reductions over the coordinates, in order;
-      and the outputs of the stage by name, with the axis of the coordinates.
+    `args`, the inputs of `body`, are `[n, d, *t]`, `[d, *t]` or `[*t]`. The result has
+    the results of the reductions over the coordinates, in order; and the outputs of the
+    stage by name, with the axis of the coordinates.
     """
     (a_round,) = body.rounds
     stage, jaxpr = a_round.local, _compat.jaxpr_as_checked_fun(a_round.local.jaxpr)
@@ -83,7 +73,7 @@ def _mapped(body: Plan, args: Sequence[Any]) -> tuple[list, dict[str, Any]]:
     return list(map(local, a_round.reduces)), arrays
 
 
-def _batched(body: Plan, args: Sequence[Any]) -> tuple[list, dict[str, Any]]:
+def _batched(body: Plan, args: Sequence[Array]) -> tuple[list[Array], dict[str, Array]]:
     """Run the batched function of an exported stage; as `_mapped`, but for its outputs.
 
     Of these, only those that the plan keeps are in `arrays`.

@@ -12,13 +12,14 @@ not come up again; the text says so. Stages from plan files have no source lines
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal, Var
+from jax.typing import ArrayLike
 
 from drjax import _compat
+from drjax._compat.types import Array, Atom, Eqn
 from drjax._jaxprs.eval_jaxpr import literal_value
 from drjax._jaxprs.provenance import source_line
 from drjax._jaxprs.walk import definitions, split_scan, split_while, variables
@@ -35,17 +36,12 @@ class _Located(Exception):
     """
 
 
-def of_error(stage: Stage, inputs: Sequence[Any]) -> str | None:
+def of_error(stage: Stage, inputs: Sequence[ArrayLike]) -> str | None:
     """Rerun a failed stage to find the line of the user's code that raises.
 
-    Args:
-      stage: The stage.
-      inputs: The arguments of its jaxpr with which it failed: one array for each input,
-        in order; for a local stage the group index comes before them.
-
-    Returns:
-      File, line and function as text, or "an unknown line". None if no equation raises
-      in the rerun, or if the stage is from a plan file, which has no lines.
+    `inputs` are the arguments of its jaxpr. The text has file, line and function, or is
+    "an unknown line". None if no equation raises in the rerun, or if the stage is from
+    a plan file, which has no lines.
     """
     if stage.exported is not None:
         return None
@@ -56,19 +52,13 @@ def of_error(stage: Stage, inputs: Sequence[Any]) -> str | None:
     return None
 
 
-def of_nan(stage: Stage, inputs: Sequence[Any]) -> str:
-    """Rerun a stage to find the origin of a NaN in its outputs.
+def of_nan(stage: Stage, inputs: Sequence[ArrayLike]) -> str:
+    """Rerun a stage to find the origin of a NaN in its outputs, as text for an error.
 
-    Args:
-      stage: The stage.
-      inputs: The arguments of its jaxpr with which it yields a NaN: one array for each
-        input, in order; for a local stage the group index comes before them.
-
-    Returns:
-      Text for an error. It names the primitive and line of an equation that yields a
-      NaN from operands without NaN, or the input that has a NaN; or it says that a
-      constant has one; or, if the stage is from a plan file or the rerun gives no NaN,
-      that the origin is not known for this reason.
+    It names the primitive and line of an equation that yields a NaN from operands
+    without NaN, or the input that has a NaN; or it says that a constant has one; or, if
+    the stage is from a plan file or the rerun gives no NaN, that the origin is not
+    known for this reason. `inputs` are the arguments of the stage's jaxpr.
     """
     if stage.exported is not None:
         return "a plan file does not hold the lines of its source"
@@ -87,35 +77,22 @@ def of_nan(stage: Stage, inputs: Sequence[Any]) -> str:
     return "made by work that gives none when it runs operation by operation"
 
 
-def has_nan(x: Any) -> bool:
-    """Return whether an array has a NaN; False for dtypes without NaN, as integers.
-
-    Args:
-      x: The array, of JAX or numpy; of random keys the result is False, too.
-    """
+def has_nan(x: Array | np.ndarray) -> bool:
+    """Return whether an array has a NaN; False for integers and random keys."""
     return jnp.issubdtype(x.dtype, jnp.inexact) and bool(jnp.isnan(x).any())
 
 
-def _run(program: InlinedJaxpr, args: Sequence[Any], find_nan: bool = False) -> list:
+def _run(
+    program: InlinedJaxpr, args: Sequence[ArrayLike], find_nan: bool = False
+) -> list[Array]:
     """Evaluate an inlined jaxpr equation by equation; raise the origin of a failure.
 
-    Args:
-      program: The inlined jaxpr, which has no calls of other jaxprs except the bodies
-        of loops and branches.
-      args: The arrays of its arguments, in order.
-      find_nan: Whether a NaN in a result counts as a failure.
-
-    Returns:
-      The list of the arrays of its results, if there was no failure.
-
-    Raises:
-      _Located: An equation raises; or, with `find_nan`, a result has a NaN. Its
-        argument is the equation, or the variable of the input or constant that has the
-        NaN.
+    A failure, raised as `_Located`, is an equation that raises; or, with `find_nan`, a
+    NaN in a result.
     """
     values = {**program.consts, **dict(zip(program.invars, args, strict=True))}
 
-    def read(atom):
+    def read(atom: Atom) -> Array:
         return literal_value(atom) if isinstance(atom, Literal) else values[atom]
 
     for eqn in program.eqns:
@@ -136,23 +113,15 @@ def _run(program: InlinedJaxpr, args: Sequence[Any], find_nan: bool = False) -> 
     return list(map(read, program.outvars))
 
 
-def _origin(program: InlinedJaxpr, var, bad: set, read: Callable) -> Any:
+def _origin(
+    program: InlinedJaxpr, var: Var, bad: set[Var], read: Callable[[Atom], Array]
+) -> Eqn | Var:
     """Return the equation that yields a NaN from operands without NaN.
 
-    It is searched from a result backwards, always from the first operand with a NaN.
-
-    Args:
-      program: The inlined jaxpr, all of whose equations were evaluated.
-      var: The variable of a result with a NaN.
-      bad: The set of all variables of `program` whose arrays have a NaN.
-      read: A function from a variable or literal of `program` to its array.
-
-    Returns:
-      The equation; or a variable, if an input or a constant of `program` has the NaN.
-
-    Raises:
-      _Located: The equation is a loop or branch, and an equation in its body yields the
-        NaN: that equation is the argument.
+    It is searched from `var`, a result, backwards, always from the first operand with a
+    NaN. If an input or a constant has the NaN, the result is its variable. If the
+    equation is a loop or branch, `_Located` is raised for an equation in its body.
+    `bad` has all variables whose arrays have a NaN.
     """
     definition = definitions(program.eqns)
     while var in definition:
@@ -169,24 +138,13 @@ def _origin(program: InlinedJaxpr, var, bad: set, read: Callable) -> Any:
     return var
 
 
-def _outs(program: InlinedJaxpr, eqn, operands: list, find_nan: bool = False) -> list:
+def _outs(
+    program: InlinedJaxpr, eqn: Eqn, operands: list[Array], find_nan: bool = False
+) -> list[Array]:
     """Evaluate one equation; loops and branches run step by step.
 
-    If an equation that is no loop or branch raises, its error is passed on unchanged.
-
-    Args:
-      program: The inlined jaxpr that has the equation.
-      eqn: The equation.
-      operands: The arrays of its operands.
-      find_nan: Whether to look in loops and branches for the origin of a NaN.
-
-    Returns:
-      The list of its results, arrays.
-
-    Raises:
-      _Located: In the body of a loop or branch an equation raises; or, with `find_nan`,
-        a result of the body has a NaN. Its argument is the equation in the body, or the
-        variable of the body's input or constant that has the NaN.
+    If an equation that is no loop or branch raises, its error is passed on unchanged. A
+    failure in a body is raised as `_Located`, as by `_run`.
     """
     if eqn.primitive.name not in CONTROL:
         return _compat.bind_equation(eqn, operands)
@@ -203,19 +161,14 @@ def _outs(program: InlinedJaxpr, eqn, operands: list, find_nan: bool = False) ->
     return _scan(eqn, bodies[0], operands)
 
 
-def _scan(eqn, body: Callable, operands: list) -> list:
+def _scan(
+    eqn: Eqn, body: Callable[..., list[Array]], operands: list[Array]
+) -> list[Array]:
     """Evaluate the equation of a scan step by step.
 
-    Args:
-      eqn: The equation.
-      body: `body(*constants, *carried values, *entries of the stacks)` runs one step;
-        it returns a list: the new carried values, then the outputs to stack.
-      operands: The arrays of the equation's operands: constants, initial carried values
-        and stacks.
-
-    Returns:
-      The list of the carried values after the last step, then of the stacked outputs,
-      whose entry t is that of step t, also if the scan is reversed.
+    `body(*constants, *carried values, *entries of the stacks)` runs one step, and
+    returns the new carried values, then the outputs to stack. Entry t of a stacked
+    output is that of step t, also if the scan is reversed.
     """
     consts, carry, stacks = split_scan(eqn, operands)
     n_carry = len(carry)

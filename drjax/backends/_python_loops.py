@@ -12,14 +12,18 @@ Sharp edges: the condition of a while loop is read on the host in each step.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from types import ModuleType
+from typing import TypeAlias
 
 import numpy as np
 
 from drjax._errors import DrjaxError
 from drjax._jaxprs.prng_keys import from_raw, raw_type
-from drjax.backends._interpret_plan import split_scan, split_while
+from drjax.backends._interpret_plan import BackendArray, split_scan, split_while
 from drjax.plan import Loop, Value
+
+# Runs one plan of a loop: from the arrays of its inputs to those of its outputs.
+Body: TypeAlias = Callable[[list[BackendArray]], list[BackendArray]]
 
 
 class Steps:
@@ -28,54 +32,41 @@ class Steps:
     This class saves nothing; the subclass of an engine's driver writes checkpoints.
     """
 
-    def load(self) -> tuple[int, list, list] | None:
+    def load(self) -> tuple[int, list[BackendArray], list[list[BackendArray]]] | None:
         """Load the progress that was saved last; return None if nothing is saved.
 
-        Returns:
-          `(done, carry, outs)`. `done` is the number of finished steps, and `carry` the
-          list of the carried arrays after them. `outs` has for each finished step, in
-          the order in which the steps ran, the list of the arrays that a scan stacks;
-          [] for a while loop.
+        It is `(done, carry, outs)`. `done` is the number of finished steps, and `carry`
+        has the carried arrays after them. `outs` has for each finished step, in the
+        order in which the steps ran (the last index first if a scan is reversed), the
+        arrays that the scan stacks; it is [] for a while loop.
         """
 
-    def save(self, done: int, carry: list, outs: list) -> None:
+    def save(
+        self, done: int, carry: list[BackendArray], outs: list[list[BackendArray]]
+    ) -> None:
         """Save the progress of the loop after a step; it replaces what was saved.
 
-        Args:
-          done: The number of finished steps.
-          carry: The carried arrays after these steps.
-          outs: For each finished step of a scan, in the order in which the steps ran
-            (the last index first if the scan is reversed), the list of arrays to stack;
-            [] for a while loop.
+        See `load` for what the arguments are.
         """
 
 
 def run(
     loop: Loop,
-    bodies: Sequence[Callable[[list], list]],
-    inputs: list,
+    bodies: Sequence[Body],
+    inputs: list[BackendArray],
     size: int,
-    numpy: Any,
+    numpy: ModuleType,
     steps: Steps | None = None,
-) -> list:
+) -> list[BackendArray]:
     """Run a scan, while loop or cond of a plan step by step, in Python.
 
     Partitioned inputs and outputs are arrays `[n, ...]`, with the slices along axis 0;
     a partitioned stack of a scan is `[n, steps, ...]`.
 
-    Args:
-      loop: The loop.
-      bodies: For each plan in `loop.bodies` a function that runs it: from the list of
-        its input arrays to the list of its output arrays.
-      inputs: The arrays of `loop.inputs`, in order.
-      size: n, the number of groups.
-      numpy: The module that stacks arrays: `jax.numpy`; or `numpy`, if the arrays are
-        numpy's, with random keys as key data.
-      steps: Loads and saves the progress of a scan or while loop. Default: the loop
-        starts from the beginning, and nothing is saved.
-
-    Returns:
-      The list of the arrays of `loop.outputs`, in order.
+    `bodies` has for each plan in `loop.bodies` a function that runs it. `size` is n.
+    `numpy` is the module that stacks arrays: `jax.numpy`; or `numpy`, if the arrays are
+    numpy's, with random keys as key data. Without `steps`, a scan or while loop starts
+    from the beginning, and nothing is saved.
     """
     steps = Steps() if steps is None else steps
     if loop.op == "cond":
@@ -95,24 +86,19 @@ def run(
     return _scan(loop, bodies[0], inputs, size, numpy, steps)
 
 
-def _scan(loop: Loop, body: Callable, inputs, size: int, numpy: Any, steps) -> list:
+def _scan(
+    loop: Loop,
+    body: Body,
+    inputs: list[BackendArray],
+    size: int,
+    numpy: ModuleType,
+    steps: Steps,
+) -> list[BackendArray]:
     """Run a scan step by step, from the progress that `steps` loads if there is some.
 
-    Args:
-      loop: The scan.
-      body: Runs one step: from one list, of the arrays of the constants, the carried
-        values and this step's entry of each stack, to one list, of the new carried
-        arrays and the step's outputs to stack.
-      inputs: The arrays of `loop.inputs`, in order: constants, initial carried values,
-        and stacks, `[steps, ...]` or if partitioned `[n, steps, ...]`.
-      size: n, the number of groups.
-      numpy: The module that stacks arrays: `jax.numpy`; or `numpy`, if the arrays are
-        numpy's, with random keys as key data.
-      steps: A `Steps`; its `save` is called after each step.
-
-    Returns:
-      The list of the carried arrays after the last step, then of the stacked outputs,
-      `[steps, ...]` or if partitioned `[n, steps, ...]`.
+    `body` runs one step: from the constants, the carried values and this step's entry
+    of each stack to the new carried values and the step's outputs to stack. Stacked
+    outputs are `[steps, ...]`, or if partitioned `[n, steps, ...]`, with n = `size`.
     """
     consts, init, stacks = split_scan(loop, inputs)
     _, _, stacked_values = split_scan(loop, loop.inputs)
@@ -152,9 +138,7 @@ def _scan(loop: Loop, body: Callable, inputs, size: int, numpy: Any, steps) -> l
 def _in_step(loop: Loop, step: int) -> Iterator[None]:
     """Say in errors of a loop's body which step it was.
 
-    Args:
-      loop: The loop.
-      step: The index of the step, from 0; of a scan that of its slices.
+    `step` counts from 0; of a scan it is the index of the step's slices.
     """
     try:
         yield
@@ -167,18 +151,11 @@ def _in_step(loop: Loop, step: int) -> Iterator[None]:
         raise
 
 
-def _empty_stack(value: Value, size: int, numpy: Any):
-    """Return the stacked output of a scan that has no steps: an array of size 0.
+def _empty_stack(value: Value, size: int, numpy: ModuleType) -> BackendArray:
+    """Return a stacked output without steps: `[0, ...]`, or partitioned `[n, 0, ...]`.
 
-    Args:
-      value: The output of the scan; its shape is that of the whole stack, `[0, ...]`,
-        or of one group's slice of it if it is partitioned.
-      size: n, the number of groups.
-      numpy: The module that creates the array: `jax.numpy`; or `numpy`, which
-        represents random keys by key data.
-
-    Returns:
-      `[n, 0, ...]` for a partitioned value, `[0, ...]` for a global one.
+    The shape of `value`, an output of a scan, has the steps, so that it begins with 0.
+    `size` is n. Of random keys, `numpy` makes key data.
     """
     groups, raw = (size,) * value.partitioned, raw_type(value)
     zeros = numpy.zeros((*groups, *raw.shape), raw.dtype)

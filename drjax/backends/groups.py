@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from drjax._compat.types import Array, PyTree
 from drjax._error_texts import no_groups, where_it_goes
 from drjax._errors import DrjaxError, DrjaxTypeError, DrjaxValueError, EngineError
 from drjax._jaxprs.prng_keys import is_key, raw_type, to_raw
@@ -132,17 +133,13 @@ class _Indexed(Iterator):
     """An iterator over a sequence, which continues after an element that raises.
 
     If reading an element raises, `next` raises that error, and the following `next`
-    reads the next element.
-
-    Args:
-      items: The sequence, with `__len__` and `__getitem__`.
-      start: The index of the first element.
+    reads the next element. `start` is the index of the first one.
     """
 
-    def __init__(self, items: Any, start: int):
+    def __init__(self, items: Indexed, start: int):
         self._items, self._next = items, start
 
-    def __next__(self) -> Any:
+    def __next__(self) -> PyTree:
         if self._next >= len(self._items):
             raise StopIteration
         # Before the item is read: if it raises, the next call goes on behind it.
@@ -176,10 +173,8 @@ class Unread(abc.ABC):
     def whole(self) -> np.ndarray:
         """Read the slices of all groups into one numpy array `[n, ...]`.
 
-        Random keys are key data.
-
-        Raises:
-          DrjaxTypeError: Only the workers have the slices, and give none away.
+        Random keys are key data. `DrjaxTypeError`: only the workers have the slices,
+        and give none away.
         """
 
 
@@ -189,21 +184,22 @@ class Lazy(Unread):
     An engine's driver, the process of the call, has it in place of an array. Creating
     it reads nothing.
 
-    Args:
-      source: Reads the pytrees of the groups, and flattens them to leaves.
-      leaf: The position of the value among the leaves of a group's pytree.
-      value: The value in the plan; its shape and dtype are those of one slice.
-      n: The number of groups.
-      steps: A tuple of ints, () outside of loops. In scans over the value it has the
-        current step of each scan, from the outermost to the innermost: indices into the
-        leading axes of a group's leaf.
-
     Attributes:
+      leaf: The position of the value among the leaves of a group's pytree.
+      steps: In scans over the value the current step of each scan, from the outermost
+        to the innermost: indices into the leading axes of a group's leaf; () outside of
+        loops.
       shape: The shape of the array `[..., n, ...]` of all groups, whatever `steps` is.
-      dtype: The dtype of that array.
     """
 
-    def __init__(self, source: "Source", leaf: int, value: Value, n: int, steps=()):
+    def __init__(
+        self,
+        source: "Source",
+        leaf: int,
+        value: Value,
+        n: int,
+        steps: tuple[int, ...] = (),
+    ):
         self.source, self.leaf, self.value, self.n = source, leaf, value, n
         self.steps, self.dtype = steps, value.dtype
         self.shape = value.whole_shape(n)
@@ -211,34 +207,20 @@ class Lazy(Unread):
     def __getitem__(self, index: tuple[slice, int]) -> "Lazy":
         """Return the value in step t of a scan over it, `x[:, t]`, as another `Lazy`.
 
-        Nothing is read, and this `Lazy` is unchanged.
-
-        Args:
-          index: `(slice(None), t)`, with t an int: the groups are axis 0, and the steps
-            of the scan are the next axis.
+        The groups are axis 0, and the steps of the scan are the next axis.
         """
         # The index by which a scan takes one step of a stack: groups are its axis 0.
         return self.at_steps((*self.steps, index[1]))
 
     def at_steps(self, steps: tuple[int, ...]) -> "Lazy":
-        """Return a copy of this `Lazy` with other `steps`; nothing is read.
-
-        Args:
-          steps: The current step of each scan over the value, from the outermost to the
-            innermost: indices into the leading axes of a group's leaf.
-        """
+        """Return a copy of this `Lazy` with other `steps`; nothing is read."""
         return Lazy(self.source, self.leaf, self.value, self.n, steps)
 
     def slice_of(self, leaves: list[np.ndarray]) -> np.ndarray:
         """Select a group's slice of this value from the leaves of that group's pytree.
 
-        Args:
-          leaves: All leaves of the pytree as numpy arrays, random keys as key data, in
-            the order of `jax.tree.leaves`. Unused if only the workers have the data.
-
-        Returns:
-          The leaf of this value, indexed by `steps`. If only the workers have the data
-          (the argument is a `Remote`), a placeholder: an array of shape `[0]`.
+        In scans it is that of the current step, `steps`. If only the workers have the
+        data (the argument is a `Remote`), it is a placeholder, an array of shape `[0]`.
         """
         if isinstance(self.source.groups, Remote):
             return np.zeros(0)
@@ -250,9 +232,6 @@ class Lazy(Unread):
         In scans these are the slices of the current step, `self.steps`. Random keys are
         key data. The slice of a group that cannot be read is NaN, or zero if the dtype
         has no NaN.
-
-        Raises:
-          DrjaxTypeError: Only the workers have the data (the argument is a `Remote`).
         """
         if isinstance(self.source.groups, Remote):
             raise DrjaxTypeError(
@@ -272,19 +251,15 @@ class Lazy(Unread):
 class Source:
     """Reads the pytrees of a `Groups` argument, and validates them against the plan.
 
-    Args:
-      groups: The argument.
-      tree: The structure that each group's pytree must have: that of the argument in
-        the plan, a `jax.tree_util.PyTreeDef` or a `drjax._plan_file.pytrees.Tree`.
-      values: For each leaf of that structure, in order, its value in the plan.
-      n: The number of groups of the plan.
-
     Attributes:
+      values: For each leaf of a group's pytree, in order, its value in the plan.
+      n: The number of groups of the plan.
       wide: Whether a value has a 64-bit dtype.
-      node: The structure as JSON data, without classes (see `pytrees.describe`).
+      node: The structure of a group's pytree, that of `tree`, as JSON data, without
+        classes (see `pytrees.describe`).
 
-    Raises:
-      DrjaxValueError: The number of groups in Parquet files is not n.
+    `tree` is the structure of the argument in the plan, a `PyTreeDef` or a
+    `pytrees.Tree`.
     """
 
     def __init__(self, groups: Groups, tree: Any, values: list[Value], n: int):
@@ -298,21 +273,16 @@ class Source:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_tree": None}  # of classes that others may lack
 
-    def between(self, start: int, stop: int) -> Iterator[tuple[int, Any]]:
+    def between(
+        self, start: int, stop: int
+    ) -> Iterator[tuple[int, list[np.ndarray] | DrjaxError]]:
         """Read and validate the data of the groups from index `start` to before `stop`.
 
-        Returns:
-          An iterator of pairs `(group index, leaves)`, in order. `leaves` are the
-          leaves of the group's pytree, a list of numpy arrays with random keys as key
-          data; or a `DrjaxError`, not raised, if the data of that group cannot be read
-          or does not fit the plan; or [] if only the workers have the data (the
-          argument is a `Remote`).
-
-        Raises:
-          DrjaxValueError: (when iterated) there is data of fewer than `stop` groups; or
-            of more than n, if `stop` is n.
-          EngineError: (when iterated) an iterator raised, so that no later group can be
-            read.
+        It yields pairs `(group index, leaves)`, in order. `leaves` are the leaves of
+        the group's pytree, random keys as key data; or a `DrjaxError`, not raised, if
+        the data of that group cannot be read or does not fit the plan; or [] if only
+        the workers have the data (the argument is a `Remote`). If an iterator raises,
+        so that no later group can be read, an `EngineError` is raised.
         """
         if isinstance(self.groups, Remote):
             yield from ((group, []) for group in range(start, stop))
@@ -339,22 +309,14 @@ class Source:
         if group < stop:
             raise DrjaxValueError(f"{text} {group}.")
 
-    def _unread(self, items: Iterator, group: int, error: Exception) -> DrjaxError:
+    def _unread(
+        self, items: Iterator[PyTree], group: int, error: Exception
+    ) -> DrjaxError:
         """Return the error of a group whose data could not be read, without raising it.
 
-        If the data of all later groups is lost too, an `EngineError` is raised instead.
-
-        Args:
-          items: The iterator over the groups' pytrees, whose `next` raised.
-          group: The group index; n if the data of all groups was read.
-          error: The exception that `next` raised.
-
-        Returns:
-          A `DrjaxValueError` with the reason.
-
-        Raises:
-          EngineError: `items` does not iterate over a sequence, so that the data of
-            later groups cannot be read either; or there is no such group.
+        An `EngineError` is raised instead if `items` is no iterator over a sequence, so
+        that the data of all later groups is lost too, or if there is no such group
+        (`group` is n).
         """
         reason = f"{type(error).__name__}: {error}"
         if group == self.n:
@@ -371,40 +333,21 @@ class Source:
             )
         raise EngineError(why, group=group) from error
 
-    def leaves(self, item: Any) -> list[np.ndarray]:
+    def leaves(self, item: PyTree) -> list[np.ndarray]:
         """Validate the pytree of one group against the plan, and flatten it.
 
-        Args:
-          item: The pytree of arrays or numbers; or a `DrjaxError`, which is raised: the
-            data could not be read.
-
-        Returns:
-          The leaves as numpy arrays, random keys as key data.
-
-        Raises:
-          DrjaxError: The structure, a shape or a dtype is not that of the plan; or
-            `item`.
+        Random keys become key data. An item that is a `DrjaxError` (the data could not
+        be read) is raised.
         """
         # Workers may have another setting than the driver; the plan decides.
         with jax.enable_x64(self.wide or bool(jax.config.read("jax_enable_x64"))):
             return self._leaves(item)
 
-    def _leaves(self, item: Any) -> list[np.ndarray]:
-        """Validate and flatten the pytree of one group, under the plan's x64 setting.
+    def _leaves(self, item: PyTree) -> list[np.ndarray]:
+        """As `leaves`, under the x64 setting of the plan.
 
-        If the pytree has the structure of the plan but other classes, as those of a
-        loaded plan, its structure is stored, so that later comparisons are fast.
-
-        Args:
-          item: The pytree of arrays or numbers; or a `DrjaxError`, which is raised.
-
-        Returns:
-          The leaves as numpy arrays, random keys as key data, in the order of
-          `jax.tree.leaves`.
-
-        Raises:
-          DrjaxError: The structure, a shape or a dtype is not that of the plan; or
-            `item`.
+        If the pytree has the structure of the plan but other classes, as with a loaded
+        plan, its structure is stored, so that later comparisons are fast.
         """
         if isinstance(item, DrjaxError):
             raise item
@@ -427,18 +370,10 @@ class Source:
         return arrays
 
 
-def _uncast(value: Value, leaf: Any) -> Any:
+def _uncast(value: Value, leaf: object) -> Any:
     """Convert a leaf of a group's pytree to an array; numpy's arrays keep their dtype.
 
-    Args:
-      value: The value of the leaf in the plan, for its name in the error.
-      leaf: The leaf: an array, or anything that `jax.numpy.asarray` converts.
-
-    Returns:
-      A numpy array if the leaf is one of numpy's arrays or scalars, else a JAX array.
-
-    Raises:
-      DrjaxTypeError: The leaf cannot be converted, or is an array of objects.
+    Others are converted by `jax.numpy.asarray`. `value` is for its name in errors.
     """
     # Not by jnp.asarray: without x64 it would cast 64-bit data without an error.
     if isinstance(leaf, np.ndarray | np.generic):
@@ -457,17 +392,11 @@ def _uncast(value: Value, leaf: Any) -> Any:
         raise DrjaxTypeError(text) from error
 
 
-def as_array(x: Any) -> Any:
-    """Convert a leaf of an argument to an array in a dtype that JAX has.
+def as_array(x: Any) -> np.ndarray | Array | Unread:
+    """Convert a leaf of an argument to an array of a dtype of JAX; keep an `Unread`.
 
-    Args:
-      x: An array, anything that `jax.numpy.asarray` converts, or an `Unread`, which
-        stands for slices that are not in this process.
-
-    Returns:
-      `x` itself if it is an `Unread`. For numpy arrays and scalars a numpy array, cast
-      to the dtype that JAX would use (32 bits, unless x64 is enabled). Else a JAX
-      array.
+    Arrays and scalars of numpy stay in numpy, cast to the dtype that JAX would use (32
+    bits, unless x64 is enabled). Others are converted by `jax.numpy.asarray`.
     """
     if isinstance(x, Unread):
         return x
@@ -477,22 +406,15 @@ def as_array(x: Any) -> Any:
     return jax.numpy.asarray(x)
 
 
-def flat_slices(plan: Plan, args: tuple, kwargs: dict) -> list[Any]:
+def flat_slices(
+    plan: Plan, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> list[np.ndarray | Unread]:
     """Flatten the arguments of a call to the inputs of a plan, for an engine's driver.
 
-    Args:
-      plan: The plan.
-      args: The positional arguments of the call; some may be `Groups`.
-      kwargs: The keyword arguments of the call; some may be `Groups`.
-
-    Returns:
-      A list: for each input of the plan a numpy array, random keys as key data; of a
-      partitioned input `[n, ...]`, with the slices along axis 0. For each leaf of a
-      `Groups` a `Lazy`, which reads its slices later; other `Unread` values as they
-      are.
-
-    Raises:
-      DrjaxTypeError, DrjaxValueError: The arguments do not fit the plan.
+    For each input of the plan the list has a numpy array, random keys as key data; of a
+    partitioned input `[n, ...]`, with the slices along axis 0. For each leaf of a
+    `Groups` it has a `Lazy`, which reads its slices later; other `Unread` values as
+    they are.
     """
     # For each argument the indices of its leaves, as a `Groups` replaces all of them.
     # Arguments that the plan lacks have none, and `flat_inputs` refuses them.
@@ -513,25 +435,12 @@ def flat_slices(plan: Plan, args: tuple, kwargs: dict) -> list[Any]:
     return arrays
 
 
-def _lazy(plan: Plan, x: Any, positions: Any) -> Any:
+def _lazy(plan: Plan, x: PyTree, positions: PyTree) -> PyTree:
     """Replace a `Groups` argument by a pytree of `Lazy`; return others unchanged.
 
-    A `Lazy` stands for the slices of one leaf, and reads them group by group later.
-
-    Args:
-      plan: The plan.
-      x: The argument.
-      positions: A pytree of ints with the structure of the argument in the plan: for
-        each leaf its index in `plan.inputs`. None if the plan has no such argument;
-        then `x` is returned unchanged.
-
-    Returns:
-      For a `Groups`, a pytree of the structure of `positions`, one `Lazy` for each
-      leaf. Any other argument is returned as it is.
-
-    Raises:
-      DrjaxTypeError: `x` is a `Groups`, and a leaf is a global value in the plan.
-      DrjaxValueError: The number of groups in Parquet files is not that of the plan.
+    `positions` is a pytree of the structure of the argument in the plan: for each leaf
+    its index in `plan.inputs`. None: the plan has no such argument, and `x` is returned
+    unchanged.
     """
     if not isinstance(x, Groups) or positions is None:
         return x
@@ -549,53 +458,27 @@ def _lazy(plan: Plan, x: Any, positions: Any) -> Any:
 
 
 def empty_slices(value: Value, n: int) -> np.ndarray:
-    """Return slices for groups without results: NaN, or zero if the dtype has no NaN.
+    """Return n slices for groups without results: NaN, or zero if the dtype has no NaN.
 
-    Args:
-      value: A partitioned value of a plan; its shape is that of one slice.
-      n: The number of slices.
-
-    Returns:
-      A new numpy array `[n, ...]` in the dtype of the value; for random keys, key data
-      of zeros.
+    For random keys it is key data of zeros.
     """
     raw = raw_type(value)
     inexact = jax.numpy.issubdtype(raw.dtype, np.inexact)
     return np.full((n, *raw.shape), np.nan if inexact else 0, raw.dtype)
 
 
-def read_if_lazy(x: Any) -> Any:
-    """Read the slices of all groups of an `Unread`; return an array unchanged.
-
-    An `Unread` stands for slices that are not in this process, as those of a `Groups`
-    argument, or those that workers have.
-
-    Args:
-      x: A numpy array, or an `Unread`.
-
-    Returns:
-      `x`, or a numpy array `[n, ...]` with the slices of the `Unread`.
-
-    Raises:
-      DrjaxTypeError: `x` is an `Unread` whose data only the workers have.
-    """
+def read_if_lazy(x: np.ndarray | Unread) -> np.ndarray:
+    """Read all groups' slices of an `Unread`, `[n, ...]`; return an array unchanged."""
     return x.whole() if isinstance(x, Unread) else x
 
 
-def mask_dropped_slices(value: Value, slices: Any, alive: np.ndarray) -> np.ndarray:
+def mask_dropped_slices(
+    value: Value, slices: np.ndarray | Unread, alive: np.ndarray
+) -> np.ndarray:
     """Replace the slices of dropped groups by NaN, or zero if the dtype has no NaN.
 
-    Args:
-      value: The partitioned value in the plan.
-      slices: The slices of all n groups: a numpy array `[n, ...]`, which is not
-        changed; or an `Unread`, a value that is not in this process, which is read.
-      alive: Which groups take part, bool `[n]`; the others were dropped.
-
-    Returns:
-      A numpy array `[n, ...]`. It is a copy, unless all groups take part.
-
-    Raises:
-      DrjaxTypeError: `slices` is an `Unread` whose data only the workers have.
+    `alive`, bool `[n]`, tells which groups take part. The result, `[n, ...]`, is a
+    copy, unless all groups take part; an `Unread` is read.
     """
     slices = read_if_lazy(slices)
     if alive.all():

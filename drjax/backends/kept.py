@@ -14,13 +14,16 @@ the workers of that one.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn, TypeAlias
 
 import jax
 
+from drjax._compat.types import PyTree
 from drjax._error_texts import brief
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax.plan import Plan, Value
+
+KeyPath: TypeAlias = tuple[Any, ...]  # indices, keys and names of fields
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +37,7 @@ class KeptPair:
         third positional argument, `(1, "x")` the keyword argument x.
       outputs: The indices in `plan.outputs` of the leaves of the result, in order.
       inputs: The indices in `plan.inputs` of the leaves of the argument, in order.
-      tree: The pytree structure of both, a `jax.tree_util.PyTreeDef`.
+      tree: The pytree structure of both.
     """
 
     result: tuple
@@ -71,7 +74,11 @@ class Kept:
     """
 
     def __init__(
-        self, keep: "Keep", pair: KeptPair, leaves: Sequence[Any], fetch: Callable
+        self,
+        keep: "Keep",
+        pair: KeptPair,
+        leaves: Sequence[Any],
+        fetch: Callable[[Sequence[Any]], Iterable[Any]],
     ):
         self._keep, self._pair, self._leaves, self._fetch = keep, pair, leaves, fetch
 
@@ -148,22 +155,12 @@ class Kept:
 class Keep:
     """The results of a plan that stay with their groups until the next call.
 
-    Args:
-      plan: The plan.
-      keep: A dict from results to arguments, or None. A result is an index or key of
-        what the planned function returns, or a tuple of these, a path; `()` is all of
-        it. An argument is a position, or the name of a keyword argument, or a path that
-        begins so. Both are pytrees of the same structure, of partitioned values of the
-        same types. Indices and positions count from 0.
-
-    Attributes:
-      plan: The plan.
-      pairs: A list with a `KeptPair` for each item of `keep`, in its order.
-
-    Raises:
-      DrjaxTypeError: `keep` is no dict.
-      DrjaxValueError: There is no such result or argument; it is a global value; the
-        types differ; or two are kept as one.
+    `keep` is a dict from results to arguments, or None. A result is an index or key of
+    what the planned function returns, or a tuple of these, a path; `()` is all of it.
+    An argument is a position, or the name of a keyword argument, or a path that begins
+    so. Both are pytrees of the same structure, of partitioned values of the same types.
+    Indices and positions count from 0. `pairs` has a `KeptPair` for each item of
+    `keep`, in its order.
     """
 
     def __init__(self, plan: Plan, keep: dict[Any, Any] | None = None):
@@ -186,20 +183,11 @@ class Keep:
     def __bool__(self) -> bool:
         return bool(self.pairs)
 
-    def _pair(self, result: tuple, argument: tuple) -> KeptPair:
+    def _pair(self, result: KeyPath, argument: KeyPath) -> KeptPair:
         """Return the pair of a result and an argument, and check that they are alike.
 
-        Args:
-          result: The path of the result, a tuple of indices, keys and names.
-          argument: The path of the argument: a position or the name of a keyword
-            argument, then the path in it.
-
-        Returns:
-          The `KeptPair` of both. Nothing is recorded.
-
-        Raises:
-          DrjaxValueError: There is no such result or argument, or the two differ in
-            structure, type or group axis, or one is a global value.
+        `argument` is a position or the name of a keyword argument, then the path in it.
+        Nothing is recorded.
         """
         plan = self.plan
         results = plan.out_tree.unflatten(range(len(plan.outputs)))
@@ -223,32 +211,24 @@ class Keep:
 
     def open(
         self,
-        args: tuple,
-        kwargs: dict,
-        start: Callable[[KeptPair, Any], Sequence[Any] | None] = lambda *_: None,
-    ) -> tuple[tuple, dict, list[Kept]]:
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        start: Callable[[KeptPair, PyTree], Sequence[Any] | None] = lambda *_: None,
+    ) -> tuple[tuple[PyTree, ...], dict[str, PyTree], list[Kept]]:
         """Replace each handle among the arguments of a call by what it stands for.
 
-        A handle, a `Kept`, stands for slices that an earlier call has left with the
-        groups. The arguments that take handles are those that the option `keep` names.
+        The result is `(args, kwargs, handles)`: copies of the arguments, in which each
+        handle is replaced by a pytree of the backend's objects for its leaves; and the
+        handles. They are still valid: the caller is to call their `use_up` when it has
+        the results.
 
-        Args:
-          args: The positional arguments.
-          kwargs: The keyword arguments.
-          start: `start(pair, x)` is called for each argument that `keep` names and that
-            is no handle, as in the first call: `pair` is its `KeptPair` and x the
-            argument. It returns what the backend takes for each leaf of the argument;
-            or None if x is to be passed on as it is. Default: all are passed on.
+        `start(pair, x)` is called for each argument x that `keep` names and that is no
+        handle, as in the first call. It returns what the backend takes for each leaf of
+        the argument; or None if x is to be passed on as it is. Default: all are passed
+        on.
 
-        Returns:
-          `(args, kwargs, handles)`: copies of the arguments, in which each handle is
-          replaced by a pytree of the backend's objects for its leaves; and the list of
-          the handles. They are still valid: the caller is to call their `use_up` when
-          it has the results.
-
-        Raises:
-          DrjaxValueError: A handle is a result of another compiled function, or was
-            passed to an earlier call, or is passed as another argument than its own.
+        A handle is refused if it is a result of another compiled function, or was
+        passed to an earlier call, or is passed as another argument than its own.
         """
         handles: list[Kept] = []
         opened: Any = (args, kwargs)
@@ -273,14 +253,11 @@ class Keep:
         args, kwargs = opened
         return args, kwargs, handles
 
-    def _misplaced(self, handle: Kept) -> None:
+    def _misplaced(self, handle: Kept) -> NoReturn:
         """Raise `DrjaxValueError` for a handle that this `Keep` cannot take.
 
         The error says which of two reasons holds: the handle is in another place of the
         arguments than its own, or it is a result of another compiled function.
-
-        Args:
-          handle: The handle, which stands for slices that are with the groups.
         """
         name = self.plan.name
         if handle.belongs_to(self):
@@ -296,27 +273,18 @@ class Keep:
 
     def results(
         self,
-        tree: Any,
+        tree: PyTree,
         leaves: Sequence[Any],
         fetch: Callable[[KeptPair, Sequence[Any]], Iterable[Any]],
-    ) -> Any:
-        """Replace each kept result of a call by a new handle, a `Kept`.
+    ) -> PyTree:
+        """Replace each kept result of a call by a new handle, in a copy of `tree`.
 
-        Kept results are those that the option `keep` names: their slices stay with the
-        groups, and are an argument of the next call.
-
-        Args:
-          tree: The result of the planned function; in the places of kept results it may
-            have anything. It is not changed.
-          leaves: For each of `plan.outputs`, in order, what the backend has for it:
-            arrays, or objects for slices that workers have. Only those of kept results
-            are used.
-          fetch: `fetch(pair, xs)` copies a kept result to the caller: from its
-            `KeptPair` and the list of its elements of `leaves` to arrays with the group
-            axis. A handle's `fetch` calls it.
-
-        Returns:
-          A copy of the result, with a `Kept` in the place of each kept result.
+        `tree` is the result of the planned function; in the places of kept results it
+        may have anything. `leaves` has for each of `plan.outputs`, in order, what the
+        backend has for it: arrays, or objects for slices that workers have. Only those
+        of kept results are used. `fetch(pair, xs)` copies a kept result to the caller:
+        from its elements of `leaves` to arrays with the group axis. A handle's `fetch`
+        calls it.
         """
         for pair in self.pairs:
             mine = [leaves[i] for i in pair.outputs]
@@ -329,10 +297,6 @@ def _check_alike(result: Value, argument: Value) -> None:
     """Raise `DrjaxValueError` unless a result can be an argument of the next call.
 
     Both must be partitioned, with the same shape, dtype and group axis.
-
-    Args:
-      result: A leaf of the result, from `plan.outputs`.
-      argument: The leaf of the argument, from `plan.inputs`.
     """
     for value, what in ((result, "result"), (argument, "argument")):
         if not value.partitioned:
@@ -354,32 +318,21 @@ def _check_alike(result: Value, argument: Value) -> None:
 # Paths in pytrees
 
 
-def _path(path: Any) -> tuple:
-    """Return a path in a pytree, as users write it, as a tuple.
-
-    Args:
-      path: A tuple of indices, keys and names, which is returned as it is; or a single
-        one, which becomes a tuple of one element.
-    """
+def _path(path: KeyPath | int | str) -> KeyPath:
+    """Return a path in a pytree, as users write it, as a tuple: `(1,)` for `1`."""
     return path if isinstance(path, tuple) else (path,)
 
 
-def _text(path: tuple) -> str:
+def _text(path: KeyPath) -> str:
     """Return a path as text: `1` for `(1,)`, `0['inner']` for `(0, 'inner')`."""
     return "".join(str(k) if i == 0 else f"[{k!r}]" for i, k in enumerate(path)) or "()"
 
 
-def _children(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:
+def _children(tree: PyTree) -> tuple[list[tuple[Any, PyTree]], Any]:
     """Return the children of a pytree's root with their keys, and its structure.
 
-    Args:
-      tree: The pytree.
-
-    Returns:
-      `(pairs, structure)`. `pairs` is a list of pairs of a key, as in the key paths of
-      `jax.tree_util` (`SequenceKey`, `DictKey`, ...), and a child. `structure` is a
-      `PyTreeDef` whose `unflatten` takes the children in this order. A leaf has no
-      children.
+    A key is as in the key paths of `jax.tree_util` (`SequenceKey`, `DictKey`, ...). The
+    structure's `unflatten` takes the children in this order. A leaf has no children.
     """
     pairs, structure = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda x: x is not tree
@@ -388,15 +341,11 @@ def _children(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:
     return [(path[0], x) for path, x in pairs if path], structure
 
 
-def _is_key(key: Any, name: Any) -> bool:
+def _is_key(key: object, name: object) -> bool:
     """Return whether a key of `jax.tree_util` equals an element of a user's path.
 
     Compared is the index, key or field name that the first holds. Types must be equal
     too, so that True is not the index 1.
-
-    Args:
-      key: A key of `jax.tree_util`, such as `SequenceKey(0)`.
-      name: An element of a user's path, such as `0` or `"inner"`.
     """
     fields = ("idx", "key", "name")
     return any(
@@ -405,16 +354,11 @@ def _is_key(key: Any, name: Any) -> bool:
     )
 
 
-def _subtree(tree: Any, path: tuple, what: str) -> Any:
-    """Return the subtree of a pytree at a path.
+def _subtree(tree: PyTree, path: KeyPath, what: str) -> PyTree:
+    """Return the subtree of a pytree at a path; () is the whole pytree.
 
-    Args:
-      tree: The pytree.
-      path: The path, a tuple of indices, keys and names; () is the whole pytree.
-      what: What is looked for, for the error: `result 0 of step`.
-
-    Raises:
-      DrjaxValueError: The pytree has no such path.
+    `what` is what is looked for, for the error of a path that is not there:
+    `result 0 of step`.
     """
     for name in path:
         children, _ = _children(tree)
@@ -428,14 +372,10 @@ def _subtree(tree: Any, path: tuple, what: str) -> Any:
     return tree
 
 
-def _replaced(tree: Any, path: tuple, new: Any) -> Any:
+def _replaced(tree: PyTree, path: KeyPath, new: PyTree) -> PyTree:
     """Return a copy of a pytree in which the subtree at a path is replaced by another.
 
-    Args:
-      tree: The pytree, which is not changed.
-      path: The path of a subtree that exists, a tuple of indices, keys and names; for
-        () the result is `new`.
-      new: The other subtree.
+    The path must exist; for () the result is `new`.
     """
     if not path:
         return new

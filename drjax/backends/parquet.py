@@ -15,15 +15,22 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, MutableMapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
 from drjax import _storage
+from drjax._compat.types import PyTree
 from drjax._errors import DrjaxValueError
 from drjax.backends.engine.extras import needed
 from drjax.backends.groups import Groups
+
+# Of pyarrow, which users may lack. A plain column has values and lists, nested to any
+# depth: no dictionaries, no extension types.
+RecordBatch: TypeAlias = Any
+Column: TypeAlias = Any  # a `pyarrow.Array`
+DataType: TypeAlias = Any
 
 
 class Parquet(Groups):
@@ -120,20 +127,13 @@ class Parquet(Groups):
             rows = self._rows(path, part, end - first)
             yield from itertools.islice(rows, max(0, group - first), None)
 
-    def _rows(self, path: str, part: int, count: int) -> Iterator[Any]:
+    def _rows(self, path: str, part: int, count: int) -> Iterator[PyTree]:
         """Read one row group of a Parquet file lazily; each row is a group's pytree.
 
-        A row group is a range of rows that a Parquet file stores together.
-
-        Args:
-          path: The path or URL of the file.
-          part: The index of the row group in the file.
-          count: The number of rows of the row group, by the file's footer.
-
-        Returns:
-          An iterator of `count` elements, in the order of the rows: a group's pytree;
-          or a `DrjaxValueError`, not raised, for each row that cannot be read and for
-          each row for which the option `columns` raised.
+        A row group is a range of rows that a Parquet file stores together: `part` is
+        its index in the file, and `count` the number of its rows, by the file's footer.
+        For each row that cannot be read, and each for which the option `columns`
+        raised, there is a `DrjaxValueError` in its place, not raised.
         """
         count_read = 0
         try:
@@ -150,16 +150,12 @@ class Parquet(Groups):
             # their group index.
             yield from itertools.repeat(DrjaxValueError(text), count - count_read)
 
-    def _group(self, row: "_Row") -> Any:
+    def _group(self, row: "_Row") -> PyTree:
         """Convert a row of the table to the pytree of its group.
 
-        Args:
-          row: The values of the row by column name, numpy arrays or scalars.
-
-        Returns:
-          `columns(row)`. Without the option `columns`: a dict, or the value of the only
-          column. If `columns` raises, a `DrjaxValueError`, which is not raised, so that
-          this group alone fails.
+        Without the option `columns` it is a dict, or the value of the only column. If
+        `columns` raises, it is a `DrjaxValueError`, which is not raised, so that this
+        group alone fails.
         """
         if self.columns is None:
             return dict(row) if len(row) > 1 else next(iter(row.values()))
@@ -172,22 +168,18 @@ class Parquet(Groups):
 
 
 def _parquet() -> Any:
-    """Import and return the module `pyarrow.parquet`.
-
-    Raises:
-      EngineError: pyarrow is not installed.
-    """
+    """Import and return the module `pyarrow.parquet`."""
     return needed("pyarrow.parquet", "ray", "Reading Parquet files")
 
 
 class _Columns:
     """A batch of rows of an Arrow table; a column is decoded when it is asked for."""
 
-    def __init__(self, batch: Any):
+    def __init__(self, batch: RecordBatch):
         self.names, self._batch = batch.schema.names, batch
         self._decoded: dict[str, Any] = {}
 
-    def cells(self, name: str) -> Any:
+    def cells(self, name: str) -> np.ndarray | list[np.ndarray]:
         """Return the values of a column as numpy: `_cells`, computed once."""
         if name not in self._decoded:
             # By position, as a table may have two columns of one name: the last counts.
@@ -237,12 +229,12 @@ class _Row(MutableMapping):
 _UNREAD = object()
 
 
-def _as_dict(x: Any) -> Any:
+def _as_dict(x: PyTree) -> PyTree:
     """Return a row as a dict, and anything else as it is."""
     return dict(x) if isinstance(x, _Row) else x
 
 
-def _plain(column: Any) -> Any:
+def _plain(column: Column) -> Column:
     """Convert a column to plain values and lists: no dictionaries, no extensions.
 
     Categories are decoded. Extension types are read as their storage: the arrays of
@@ -270,18 +262,18 @@ def _plain(column: Any) -> Any:
     return type(column).from_arrays(column.offsets, values, **_nulls(column))
 
 
-def _of_its_lists(column: Any, values: Any) -> Any:
+def _of_its_lists(column: Column, values: Column) -> Column:
     """Slice the values of lists of one size as their column is a slice of another."""
     size = column.type.list_size
     first = column.offset * size
     return values[first : first + len(column) * size]
 
 
-def _nulls(column: Any) -> dict[str, Any]:
+def _nulls(column: Column) -> dict[str, Any]:
     return {"mask": column.is_null()} if column.null_count else {}
 
 
-def _in_lists(column: Any, sizes: list[int]) -> Any:
+def _in_lists(column: Column, sizes: list[int]) -> Column:
     """Split the lists of a column into lists of lists, of these sizes."""
     if not sizes:
         return column
@@ -293,16 +285,11 @@ def _in_lists(column: Any, sizes: list[int]) -> Any:
     return arrow.FixedSizeListArray.from_arrays(inner, outer, **_nulls(column))
 
 
-def _cells(column: Any) -> Any:
-    """Convert a column of an Arrow table to numpy: one value for each row of the table.
+def _cells(column: Column) -> np.ndarray | list[np.ndarray]:
+    """Convert a plain column of an Arrow table to numpy: one value for each row.
 
-    Args:
-      column: A `pyarrow.Array`, possibly of lists, nested to any depth, without
-        dictionaries and extension types.
-
-    Returns:
-      An array `[rows, ...]`; or a list with one array for each row, if lists differ in
-      length or the column has nulls.
+    The values are an array `[rows, ...]`; or a list with one array for each row, if
+    lists differ in length or the column has nulls.
     """
     part = column
     while hasattr(part.type, "value_type"):
@@ -315,15 +302,11 @@ def _cells(column: Any) -> Any:
     return _one_by_one(column) if part.null_count else _array(column)
 
 
-def _one_by_one(column: Any) -> list[np.ndarray]:
+def _one_by_one(column: Column) -> list[np.ndarray]:
     """Convert a column of an Arrow table to a list: one numpy array for each row.
 
-    Args:
-      column: A `pyarrow.Array`, possibly of lists, nested to any depth.
-
-    Returns:
-      Arrays of the column's dtype. A value with nulls, and one whose lists differ in
-      length, is an array of dtype object, which fits no plan.
+    A value with nulls, and one whose lists differ in length, is an array of dtype
+    object, which fits no plan.
     """
     arrow_type = column.type
     while hasattr(arrow_type, "value_type"):
@@ -332,17 +315,12 @@ def _one_by_one(column: Any) -> list[np.ndarray]:
     return [_row_to_numpy(value, arrow_type) for value in column.to_pylist()]
 
 
-def _row_to_numpy(value: Any, arrow_type: Any) -> np.ndarray:
-    """Convert one row's value of an Arrow column to numpy.
+def _row_to_numpy(value: object, arrow_type: DataType) -> np.ndarray:
+    """Convert one row's value of an Arrow column, as of `to_pylist`, to numpy.
 
-    Args:
-      value: The value as Python numbers, texts, None, or nested lists of these.
-      arrow_type: The `pyarrow.DataType` of the innermost values.
-
-    Returns:
-      An array of that type. If the value is None, has a None, or has lists that differ
-      in length, an array of dtype object, which fits no plan, so that this group alone
-      fails.
+    If the value is None, has a None, or has lists that differ in length, the array has
+    dtype object, which fits no plan, so that this group alone fails. `arrow_type` is
+    that of the innermost values.
     """
     try:
         x = np.asarray(value)
@@ -354,14 +332,11 @@ def _row_to_numpy(value: Any, arrow_type: Any) -> np.ndarray:
     return x if x.dtype == object else x.astype(arrow_type.to_pandas_dtype())
 
 
-def _array(column: Any) -> np.ndarray:
+def _array(column: Column) -> np.ndarray:
     """Convert a column of an Arrow table to one numpy array `[rows, ...]`.
 
-    It creates no Python object for each number.
-
-    Args:
-      column: A `pyarrow.Array` without nulls, possibly of lists, nested to any depth.
-        All lists of one depth have the same length.
+    It creates no Python object for each number. The column is plain, without nulls, and
+    all lists of one depth have the same length.
     """
     rows = count = len(column)
     shape = []

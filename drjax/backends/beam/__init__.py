@@ -115,18 +115,10 @@ def __getattr__(name: str) -> Any:
 class Pipelines(FileExchange):
     """An engine that runs each local stage of a plan as one Beam pipeline.
 
-    Args:
-      workers: The number of worker processes, from which the default block size
-        follows.
-      flags: The options of the pipelines, as on a command line; one of them names the
-        runner.
-      folder: The path of the folder in which the driver and the workers exchange files.
-        None: a temporary folder of this machine.
-      in_thread: Whether a pipeline runs in a thread of this process; else it runs in a
-        subprocess.
-
-    Raises:
-      DrjaxValueError: `workers` is not an integer of at least 1.
+    `flags` are the options of the pipelines, as on a command line; one of them names
+    the runner. The driver and the workers exchange files in `folder`; None: a temporary
+    one of this machine. `in_thread`: a pipeline runs in a thread of this process, not
+    in a subprocess.
     """
 
     def __init__(

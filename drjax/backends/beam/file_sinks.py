@@ -32,12 +32,7 @@ def write(path: str, data: bytes) -> None:
     """Write a file whole or not at all; replace an old file of that path.
 
     The bytes go to a temporary file in the same folder, whose name ends in `.part`.
-    Then the old file is deleted, as some file systems do not rename over a file, and
-    the temporary one is renamed.
-
-    Args:
-      path: The path of the file.
-      data: Its content.
+    Then the old file is deleted, and the temporary one is renamed.
     """
     # A crash must not leave half of a file under the name that readers look for.
     # Two workers may run one task at once: each needs a temporary file of its own.
@@ -51,12 +46,9 @@ def write(path: str, data: bytes) -> None:
 
 
 def listed(prefix: str) -> list[str]:
-    """List the paths of all files that begin with `prefix`.
+    """List the paths of files that begin with `prefix`: a folder, and part of a name.
 
     Files that end in `.part` are left out: `write` has not finished them.
-
-    Args:
-      prefix: The beginning of the paths: a folder, and the beginning of a file name.
     """
     (match,) = _systems().match([f"{prefix}*"])
     paths = [x.path for x in match.metadata_list]

@@ -32,13 +32,10 @@ from drjax.plan import Plan
 class Sums(beam.CombineFn):
     """Beam's `CombineFn` for the partial reductions of blocks of groups.
 
-    An element is a list with one array for each operation: the partial reduction of a
-    block. Accumulators and the result are lists of the same length, with the partial
+    An element is a list with one array for each operation (`ops`: `"sum"`, `"max"`,
+    ...), the partial reduction of a block. Accumulators and the result have the partial
     reductions over several blocks; they have None for an operation until a block with a
     group that takes part was added.
-
-    Args:
-      ops: The names of the operations, such as `"sum"` or `"max"`, in order.
     """
 
     def __init__(self, ops: tuple[str, ...]):
@@ -65,18 +62,14 @@ class Sums(beam.CombineFn):
 class RunBlocks(beam.DoFn):
     """Runs blocks of groups through a local stage.
 
-    An element is a pair of a `Block`, which has the indices and slices of some groups
-    that run at once, and a dict from group index to the reason why the data of that
-    group could not be read. For each block the main output has a list: its partial
-    reductions, then the number of its groups that take part and did not fail. A block
-    without such groups gives no list. The output with the tag `"failed"` has pairs of a
-    group index and the reason why that group failed.
+    An element is a `LoadedBlock`; the groups whose data could not be read are masked,
+    and have failed. For each block the main output has a list: its partial reductions,
+    then the number of its groups that take part and did not fail. A block without such
+    groups gives no list. The output with the tag `"failed"` has pairs of a group index
+    and the reason why that group failed.
 
-    Args:
-      load: A function without arguments that returns the `Job`: the stage with its
-        global inputs. It is called once in each worker.
-      report: Called as `report(block, result)` with each block and its `BlockResult`,
-        before anything is raised. None: nothing is reported.
+    `load` is called once in each worker. `report` is called with each block and its
+    result, before anything is raised.
     """
 
     def __init__(self, load: Callable[[], Job], report: Callable | None = None):
@@ -86,22 +79,10 @@ class RunBlocks(beam.DoFn):
         self.job = self.load()
 
     def process(self, element: LoadedBlock) -> Iterator[Any]:
-        """Run a block; yield its partial reductions, and the groups that failed.
+        """Run a block; yield its failed groups, and last its partial reductions.
 
-        Args:
-          element: A pair of a `Block` and a dict from group index to the reason why the
-            data of that group could not be read; these groups are masked and have
-            failed.
-
-        Yields:
-          A `beam.pvalue.TaggedOutput("failed", (group index, reason))` for each group
-          that failed. Then one list, if a group of the block takes part (`Block.valid`)
-          and did not fail: the block's partial reductions, one array for each of the
-          stage's operations (sum, max, ...), and last the number of these groups.
-
-        Raises:
-          RuntimeError: A group failed, and `job.drop` is false: failed groups are not
-            dropped, but end the pipeline.
+        A failed group is a `beam.pvalue.TaggedOutput`; it is a `RuntimeError`, which
+        ends the pipeline, if failed groups are not dropped (`job.drop`).
         """
         (block, failed), job = element, self.job
         # Not encoded: what a worker sends are sums of its blocks, in float64.
@@ -121,20 +102,14 @@ class RunBlocks(beam.DoFn):
 
 
 class _Stage(beam.PTransform):
-    """A transform from blocks of groups to a stage's totals and the failed groups.
+    """A transform from `LoadedBlock`s to a stage's totals and the failed groups.
 
     Its result is a dict of two `PCollection`s. `"totals"` has one element, a list: for
-    each operation the combined partial reductions of all blocks, then the number of
-    groups; each is None if no group takes part. `"failed"` has pairs of a group index
-    and the reason why that group failed.
+    each operation in `ops` the combined partial reductions of all blocks, then the
+    number of groups that took part and did not fail; each is None if there is no such
+    group. `"failed"` has pairs of a group index and the reason why that group failed.
 
-    Args:
-      ops: The names of the operations of the stage's partial reductions, as `"sum"`, in
-        order.
-      *job: One or two functions. The first takes no arguments and returns the `Job`,
-        the stage with its global inputs; it is called once in each worker. The second,
-        which may be left out, is called as `report(block, result)` with each block and
-        its `BlockResult`.
+    `job` are the arguments of `RunBlocks`: `load`, and `report` if there is one.
     """
 
     def __init__(self, ops: tuple[str, ...], *job: Any):
@@ -142,18 +117,6 @@ class _Stage(beam.PTransform):
         self.ops, self.job = ops, job
 
     def expand(self, input_or_inputs: Any) -> Any:
-        """Apply the transform to a collection of blocks.
-
-        Args:
-          input_or_inputs: A `PCollection` of pairs of a `Block` and a dict from group
-            index to the reason why the data of that group could not be read.
-
-        Returns:
-          A dict of two `PCollection`s. `"totals"` has one element, a list: for each
-          operation in `ops` the combined partial reductions of all blocks, then the
-          number of groups that took part and did not fail; each is None if there is no
-          such group. `"failed"` has pairs of a group index and its failure as text.
-        """
         run = beam.ParDo(RunBlocks(*self.job)).with_outputs("failed", main="partials")
         outputs = input_or_inputs | "Work" >> run
         # The last is the number of groups.
@@ -171,13 +134,8 @@ def run(stage_run: StageRun, flags: list[str]) -> None:
     The workers read the groups' slices from files, and write the results of each block
     and the totals of all blocks to files: nothing is returned. If the groups are the
     coordinates of slices that workers have, the workers exchange these: a shuffle by
-    block of coordinates.
-
-    Args:
-      stage_run: The stage with its global inputs, the ranges of groups to read, and the
-        folder of the files.
-      flags: The options of the pipeline, as on a command line; one of them names the
-        runner.
+    block of coordinates. `flags` are the options of the pipeline, as on a command line;
+    one of them names the runner.
     """
     p = beam.Pipeline(options=PipelineOptions(flags))
     # Each file with slices is read once, and cut by blocks of coordinates.
