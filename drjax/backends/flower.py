@@ -21,7 +21,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -48,6 +48,11 @@ from drjax.backends.engine.worker_slices import WorkerSlices
 from drjax.backends.groups import Remote
 from drjax.backends.kept import Keep
 from drjax.plan import Plan, Value
+
+# Of Flower, which users may lack.
+Grid: TypeAlias = Any
+Context: TypeAlias = Any
+Message: TypeAlias = Any
 
 # Records of the context's state: slices that stay with the client, and code of stages.
 _STATE, _CODE = "drjax", "drjax_code"
@@ -190,17 +195,17 @@ def client(
         )
     allowed = None if stages is None else frozenset(stages)
 
-    def reply(message: Any, **config: Any) -> Any:
+    def reply(message: Message, **config: Any) -> Message:
         record = flwr.RecordDict({"drjax": flwr.ConfigRecord(config)})
         return flwr.Message(record, reply_to=message)
 
     @app.query()
-    def query(message: Any, context: Any) -> Any:
+    def query(message: Message, context: Context) -> Message:
         # A claim: the server does not trust it.
         return reply(message, group=int(context.node_config["partition-id"]))
 
     @app.train()
-    def train(message: Any, context: Any) -> Any:
+    def train(message: Message, context: Context) -> Message:
         fields, code = message.content["drjax"], None
         if "request" in fields:
             codes = context.state.get(_CODE) or flwr.ConfigRecord()
@@ -233,18 +238,15 @@ def client(
 class _Messages:
     """Sends messages to nodes and pulls their replies, through a Flower grid.
 
-    It implements `drjax.backends.engine.claim_queries.Link`. A message is identified by
-    its number, the message id, text. A reply is pulled by the number of its request,
-    alone, so that a reply that cannot be read affects no other. A pulled reply counts
-    only if it names that number too: the SuperLink returns whatever else was sent to
-    the server. A nonce in each request prevents clients from guessing the numbers of
-    others.
-
-    Args:
-      grid: The grid that Flower gives to the `ServerApp`.
+    It implements `drjax.backends.engine.claim_queries.Link`. A node is identified by
+    its id, and a message by its number, the message id, text. A reply is pulled by the
+    number of its request, alone, so that a reply that cannot be read affects no other.
+    A pulled reply counts only if it names that number too: the SuperLink returns
+    whatever else was sent to the server. A nonce in each request prevents clients from
+    guessing the numbers of others.
     """
 
-    def __init__(self, grid: Any):
+    def __init__(self, grid: Grid):
         self._grid, self._pulls = grid, Background(_PATIENCE)
         self._flwr = needed("flwr.app", "flower", "Flower")
         self._link_errors = (OSError, needed("httpx", "flower", "Flower").HTTPError)
@@ -256,29 +258,16 @@ class _Messages:
     def query(self, client: int) -> str | None:
         """Ask a client for its group index, without waiting for the answer.
 
-        Args:
-          client: The id of the client's node.
-
-        Returns:
-          The number of the query, Flower's message id; None if the SuperLink does not
-          take it.
+        The result is the number of the query; None if the SuperLink does not take it.
         """
         return self.push({}, client, "query")
 
     def claim(self, number: str) -> Any:
         """Return the group index in a client's answer; None if it has not answered yet.
 
-        It waits for a second at most.
-
-        Args:
-          number: The number of the query, Flower's message id.
-
-        Returns:
-          Whatever the client sent as its group index, not validated, of any type.
-
-        Raises:
-          ClientFailed: The client could not answer.
-          BadReply: The answer cannot be read.
+        It is whatever the client sent, not validated, of any type. The call waits for a
+        second at most. `ClientFailed`: the client could not answer; `BadReply`: the
+        answer cannot be read.
         """
         reply = self.pull(number)
         if reply is None:
@@ -287,18 +276,14 @@ class _Messages:
             raise ClientFailed
         return untrusted_replies.content_of(reply, "drjax", "group")
 
-    def push(self, content: dict, node: int, kind: str, **records: Any) -> str | None:
-        """Send a message to a node.
+    def push(
+        self, content: dict[str, Any], node: int, kind: str, **records: Any
+    ) -> str | None:
+        """Send a message to a node; return its number.
 
-        Args:
-          content: The fields of the message: text, numbers or bytes by name.
-          node: The id of the node.
-          kind: The function of the `ClientApp` that handles it: `"query"` or `"train"`.
-          **records: Further records of the message, Flower's, by name.
-
-        Returns:
-          The number of the message, Flower's message id; None if the SuperLink does not
-          take it.
+        It is None if the SuperLink does not take the message. `content` are its fields,
+        text, numbers or bytes. `kind` is the function of the `ClientApp` that handles
+        it: `"query"` or `"train"`. `records` are further records of Flower's.
         """
         # Flower's message id is a hash of the message: without a nonce, equal requests
         # would have equal ids, and clients could compute them.
@@ -310,7 +295,7 @@ class _Messages:
         numbers = [*self._grid.push_messages([message])]
         return numbers[0] if numbers else None
 
-    def pull(self, number: str) -> Any:
+    def pull(self, number: str) -> Message | None:
         """Return the reply to a message; None if there is none yet.
 
         The request to the SuperLink runs in a thread of its own, as Flower waits for
@@ -318,18 +303,11 @@ class _Messages:
         than a second, this call returns None and the thread goes on; a later call with
         the same number does not wait, and returns the thread's result if it is done.
 
-        Args:
-          number: The number of the message, Flower's message id.
-
-        Returns:
-          The reply, a Flower `Message`.
-
-        Raises:
-          BadReply: The reply cannot be read.
-          OSError, httpx.HTTPError: The SuperLink cannot be reached.
+        `BadReply`: the reply cannot be read. An `OSError` or `httpx.HTTPError` is
+        passed on: the SuperLink cannot be reached.
         """
 
-        def pull() -> Any:
+        def pull() -> Message | None:
             messages = self._grid.pull_messages([number])
             # The SuperLink adds other messages to this server: only this reply counts.
             answers = (x for x in messages if x.metadata.reply_to_message_id == number)
@@ -345,13 +323,10 @@ class _Messages:
             raise BadReply(why) from error
 
     def forget(self, number: str) -> None:
-        """Discard the request for a reply that `pull` has left in a thread.
+        """Discard the request for a reply, if `pull` has left one in a thread.
 
         The message is not canceled. The thread runs until Flower returns, and then its
-        result is dropped. If no such thread runs, nothing happens.
-
-        Args:
-          number: The number of the message whose reply is not needed, its message id.
+        result is dropped.
         """
         self._pulls.forget(number)
 
@@ -374,12 +349,8 @@ class _Sent:
 class Nodes:
     """The clients, as an engine: a `drjax.backends.engine.protocols.Pool` of nodes.
 
-    Args:
-      grid: The grid that Flower gives to the `ServerApp`.
-      clients: The assignment of groups to nodes.
-      start: Seconds to wait until each group has a client.
-      drop: Whether to continue without a client whose claim is refused; else a refused
-        claim is an error.
+    `start` is how many seconds to wait until each group has a client. `drop`: continue
+    without a client whose claim is refused; else a refused claim is an error.
 
     Attributes:
       workers: n: each group has a worker of its own.
@@ -388,7 +359,7 @@ class Nodes:
       secure_range: The largest magnitude of a number of one group in a secure sum.
     """
 
-    def __init__(self, grid: Any, clients: Assignment, start: float, drop: bool):
+    def __init__(self, grid: Grid, clients: Assignment, start: float, drop: bool):
         self.workers, self.generation, self.stays = clients.size, 0, "all"
         self._stored = client_data.StoredSlices()
         self._clients, self._start, self._opened = clients, start, False
@@ -439,7 +410,7 @@ class Nodes:
             "reduce it in a plan that takes it."
         )
 
-    def submit(self, task: Task, file: File, shared: list[np.ndarray]) -> Any:
+    def submit(self, task: Task, file: File, shared: list[np.ndarray]) -> _Sent:
         group = int(task.block.groups[0])
         # A failure of this group, when its result is asked for: the policy for failures
         # is the driver's.
@@ -454,7 +425,7 @@ class Nodes:
         self._requested[sent] = node, request
         return sent
 
-    def _pulled(self, sent: _Sent) -> Any:
+    def _pulled(self, sent: _Sent) -> Message | None:
         """Return the reply to a request, None if there is none yet.
 
         A client that asks for the code gets it, once.
@@ -473,7 +444,7 @@ class Nodes:
         self._again[sent] = self._messages.push(content, node, "train")
         return None
 
-    def wait(self, handles: Sequence[Any], timeout: float | None) -> Sequence[Any]:
+    def wait(self, handles: Sequence[_Sent], timeout: float | None) -> Sequence[_Sent]:
         end = float("inf") if timeout is None else time.monotonic() + timeout
         while True:
             for sent in handles:
@@ -491,7 +462,7 @@ class Nodes:
                 return done
             time.sleep(_POLL)
 
-    def result(self, handle: Any) -> BlockResult:
+    def result(self, handle: _Sent) -> BlockResult:
         group = handle.group
         if handle.number is None:
             return untrusted_replies.failure(group, handle.why)
@@ -513,10 +484,10 @@ class Nodes:
             why = f"the reply of {whose}, does not fit the plan: {error}"
             return untrusted_replies.failure(group, why)
 
-    def abandon(self, handle: Any) -> None:
+    def abandon(self, handle: _Sent) -> None:
         self.forget(handle)
 
-    def forget(self, handle: Any) -> None:
+    def forget(self, handle: _Sent) -> None:
         self._replies.pop(handle, None)
         self._requested.pop(handle, None)
         for number in (handle.number, self._again.pop(handle, None)):

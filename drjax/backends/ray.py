@@ -22,7 +22,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeAlias
 
 from drjax._errors import EngineError
 from drjax.backends.engine import pool_scheduler
@@ -37,6 +38,10 @@ from drjax.backends.engine.protocols import Lost, Results, StageCall
 from drjax.backends.engine.resident_slices import ResidentSlices
 from drjax.backends.engine.worker_slices import LOST, Keeping
 from drjax.plan import Plan
+
+# Of Ray, which users may lack.
+ObjectRef: TypeAlias = Any
+ActorHandle: TypeAlias = Any
 
 _START = 120  # seconds for all workers to start
 _ANSWER = 10  # seconds for a worker to say what it does
@@ -101,17 +106,13 @@ def compile(
 class _Connection:
     """The connection of a pool to Ray, which runs already or is started.
 
-    Args:
-      address: The address of a Ray cluster, as for `ray.init`; None: Ray on this
-        machine, which is started if this process is not connected to one.
-      on_end: A function without arguments, called when the raylet (Ray's process on
-        this machine) has ended by itself, and all actors with it.
+    `address` None: Ray on this machine, which is started if this process is not
+    connected to one. `on_end` is called when the raylet (Ray's process on this machine)
+    has ended by itself, and all actors with it.
 
     Attributes:
-      module: The module `ray`. For anything that talks to the raylet use `live()`
-        instead.
-      store_bytes: The size in bytes of the object store on this machine; 0 if not
-        connected.
+      module: The module `ray`. For anything that talks to the raylet use `live()`.
+      store_bytes: The size of the object store on this machine; 0 if not connected.
     """
 
     def __init__(self, address: str | None, on_end: Callable[[], None]):
@@ -123,17 +124,10 @@ class _Connection:
     def open(self, workers: int) -> None:
         """Connect this process to Ray, or start Ray, unless it is connected already.
 
-        The connection is added to `_open`, those in use, and `store_bytes` is set to
-        the size of the object store on this machine. Ray is started if the connection
-        has no address, with at least one CPU for each worker; it is shut down when the
-        last connection of this process closes.
-
-        Args:
-          workers: The number of workers.
-
-        Raises:
-          EngineError: The raylet (Ray's process on this machine) of an earlier `open`
-            of this connection has ended.
+        The connection is added to `_open`, those in use. Ray is started if the
+        connection has no address, with at least one CPU for each worker; it is shut
+        down when the last connection of this process closes. `EngineError`: the raylet
+        of an earlier `open` has ended.
         """
         ray = self.live()
         _open.add(self)
@@ -155,16 +149,13 @@ class _Connection:
                 self._raylet = ListeningProcess(node["RayletSocketName"])
                 self.store_bytes = node["Resources"].get("object_store_memory", 0)
 
-    def live(self) -> Any:
-        """Return the module `ray`, if the raylet still runs.
+    def live(self) -> ModuleType:
+        """Return the module `ray`, if the raylet still runs; else raise `EngineError`.
 
         The raylet is Ray's process on this machine. If it has ended, any use of the
-        module would end this process.
-
-        Raises:
-          EngineError: The raylet has ended. Before it is raised, all connections of
-            this process are reset, their function `on_end` is called, and Ray is shut
-            down, so that the next `open` starts or joins it again.
+        module would end this process. Before the error is raised, all connections of
+        this process are reset, their function `on_end` is called, and Ray is shut down,
+        so that the next `open` starts or joins it again.
         """
         if self._raylet is not None and self._raylet.ended():
             # All connections of the process use one raylet: its end is theirs.
@@ -184,20 +175,11 @@ class _Connection:
         return self.module
 
     def wait(
-        self, handles: Sequence[Any], count: int, timeout: float | None
-    ) -> tuple[list, list]:
-        """Wait until `count` results are done, or the time is over.
+        self, handles: Sequence[ObjectRef], count: int, timeout: float | None
+    ) -> tuple[list[ObjectRef], list[ObjectRef]]:
+        """Wait until `count` results are done, or the time, in seconds, is over.
 
-        Args:
-          handles: Ray's references (`ray.ObjectRef`) to the results.
-          count: The number of results to wait for.
-          timeout: In seconds; None: no limit.
-
-        Returns:
-          `(done, not done)`, lists of the handles. `done` has at most `count` handles.
-
-        Raises:
-          EngineError: The raylet, Ray's process on this machine, has ended.
+        The result is `(done, not done)`; `done` has at most `count` references.
         """
         end = float("inf") if timeout is None else time.monotonic() + timeout
         while True:
@@ -208,9 +190,9 @@ class _Connection:
                 return waited
 
     def reset(self) -> None:
-        """Stop watching the raylet, Ray's process on this machine.
+        """Stop watching the raylet, Ray's process on this machine; Ray itself runs on.
 
-        The attribute `store_bytes` is set to 0: not connected. Ray itself runs on.
+        `store_bytes` is 0 from then on: not connected.
         """
         self.store_bytes = 0.0
         if self._raylet is not None:
@@ -253,7 +235,12 @@ class Actors(Keeping):
       DrjaxValueError: `workers` is no integer from 1.
     """
 
-    def __init__(self, workers: int, address: str | None = None, ray_options=None):
+    def __init__(
+        self,
+        workers: int,
+        address: str | None = None,
+        ray_options: dict[str, Any] | None = None,
+    ):
         self.workers = checked_integer("workers", workers, 1)
         self.generation, self.stays = 0, "kept"
         self._options: dict[str, Any] = ray_options or {}
@@ -264,12 +251,9 @@ class Actors(Keeping):
     def _reset(self, limit: float = 0) -> None:
         """Clear the records of actors, tasks and stored slices; no actor is ended.
 
-        The attribute `generation` grows by 1: it tells the driver that slices and
-        objects of the former actors are gone.
-
-        Args:
-          limit: How many bytes of slices may stay in the object store from now on, so
-            that later rounds do not send them again.
+        `generation` grows by 1: it tells the driver that slices and objects of the
+        former actors are gone. From now on, `limit` bytes of slices may stay in the
+        object store, so that later rounds do not send them again.
         """
         # Objects that were shared with the former actors are gone with them.
         self.generation += 1
@@ -292,7 +276,7 @@ class Actors(Keeping):
         self._placement = Placement(self._start() for _ in range(self.workers))
         self._wait_until_started(self._placement.workers)
 
-    def _start(self) -> Any:
+    def _start(self) -> ActorHandle:
         """Start an actor, without waiting; return Ray's handle of the actor.
 
         Ray delays the start of an actor until the resources for it are free. The actor
@@ -308,15 +292,11 @@ class Actors(Keeping):
         # No restarts by Ray: a new actor must be sent the plan file again.
         return kind.options(max_restarts=0, **options).remote()
 
-    def _wait_until_started(self, actors: list[Any]) -> None:
+    def _wait_until_started(self, actors: list[ActorHandle]) -> None:
         """Wait until all of these actors have started and answered.
 
-        Args:
-          actors: Ray's handles of the actors.
-
-        Raises:
-          EngineError: Some did not start within 120 seconds, for lack of resources;
-            this pool is closed. Or the raylet has ended.
+        If some did not within 120 seconds, for lack of resources, this pool is closed,
+        and an `EngineError` is raised; as it is if the raylet has ended.
         """
         ready = [_ask(actor.state) for actor in actors]
         # Ray queues actors for which it has no resources, without an error.
@@ -331,19 +311,12 @@ class Actors(Keeping):
         # A call that failed is ready, too: `get` raises why its actor did not start.
         self._ray.get(ready)
 
-    def _replace(self, actor: Any) -> None:
+    def _replace(self, actor: ActorHandle) -> None:
         """Kill an actor that is dead or too slow, and wait until another has started.
 
         The new one takes its place in `self._placement.workers`, the list of current
         actors. If the actor is not in this list, it was replaced already, and nothing
         happens.
-
-        Args:
-          actor: Ray's handle of the actor.
-
-        Raises:
-          EngineError: The other actor did not start within 120 seconds, and this pool
-            is closed. Or the raylet, Ray's process on this machine, has ended.
         """
         if actor not in self._placement.workers:
             return  # it was replaced already
@@ -376,17 +349,10 @@ class Actors(Keeping):
             return x
         return self._connection.live().put(x)
 
-    def read(self, reference: Any) -> Any:
+    def read(self, reference: ObjectRef) -> Any:
         """Read an object of Ray's object store; wait until it is there.
 
-        Args:
-          reference: The reference, a `ray.ObjectRef`.
-
-        Returns:
-          The object; its arrays are read-only views of the object store.
-
-        Raises:
-          EngineError: The object is lost.
+        Its arrays are read-only views of the object store. `EngineError`: it is lost.
         """
         try:
             return self._connection.live().get(reference)
@@ -404,7 +370,7 @@ class Actors(Keeping):
         self._staying.clear()  # of tasks that a failed call has left
         return pool_scheduler.results(self, call)
 
-    def submit(self, task: Task, file: Any, shared: Any) -> Any:
+    def submit(self, task: Task, file: ObjectRef, shared: Any) -> ObjectRef:
         # First: if the raylet has ended, this clears the placement and raises.
         self._connection.live()
         actor, name = self._placement.least_loaded(), file.hex()
@@ -417,10 +383,12 @@ class Actors(Keeping):
         self._placement.submitted(handle, actor, task.number)
         return handle
 
-    def wait(self, handles: Sequence[Any], timeout: float | None) -> Sequence[Any]:
+    def wait(
+        self, handles: Sequence[ObjectRef], timeout: float | None
+    ) -> Sequence[ObjectRef]:
         return self._connection.wait(handles, 1, timeout)[0]
 
-    def result(self, handle: Any) -> BlockResult:
+    def result(self, handle: ObjectRef) -> BlockResult:
         actor, errors = self._placement.finished(handle), self._ray.exceptions
         try:
             return replace(self.read(handle), piece=self._staying.pop(handle))
@@ -431,10 +399,10 @@ class Actors(Keeping):
             why = f"a worker died: {str(error).strip().splitlines()[0]}"
             raise Lost(why) from error
 
-    def abandon(self, handle: Any) -> None:
+    def abandon(self, handle: ObjectRef) -> None:
         self._replace(self._placement.finished(handle))
 
-    def forget(self, handle: Any) -> None:
+    def forget(self, handle: ObjectRef) -> None:
         # Not by ray.cancel: an actor may then wait for the place of the canceled task
         # in the order of its tasks forever, and is taken for dead.
         task = self._placement.abandon(handle)
@@ -442,16 +410,10 @@ class Actors(Keeping):
             _ask(task.worker.skip, task.number)
 
 
-def _ask(method: Any, *args: Any) -> Any:
+def _ask(method: Any, *args: Any) -> ObjectRef:
     """Call a method of an actor in its second thread, without waiting for the result.
 
-    So the actor can answer while its first thread runs a task.
-
-    Args:
-      method: The method of the actor's handle, as `actor.state`.
-      *args: The arguments of the method.
-
-    Returns:
-      A `ray.ObjectRef` of the result.
+    So the actor can answer while its first thread runs a task. `method` is that of the
+    actor's handle, as `actor.state`.
     """
     return method.options(concurrency_group="asked").remote(*args)
