@@ -12,15 +12,17 @@ Sharp edges: a stage from a plan file has its mask as an input and its own reduc
 one that was planned in this process is batched by `jax.vmap` here.
 """
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
+from jax.typing import DTypeLike
 
 from drjax import _compat
+from drjax._compat.types import Array, DeviceArray, GlobalArray, PyTree
 from drjax._jaxprs.eval_jaxpr import as_arrays
 from drjax._jaxprs.prng_keys import from_raw
 from drjax._plan_file.exported_stage import run_batched
@@ -43,8 +45,15 @@ from drjax.backends.xla.fold_states import (
     RunningFold,
     split_states,
 )
-from drjax.backends.xla.inner_programs import Stacked, read_in_chunks
+from drjax.backends.xla.inner_programs import (
+    OfOneGroup,
+    Slices,
+    Stacked,
+    read_in_chunks,
+)
 from drjax.plan import Reduce, Stage, Value
+
+Accumulator: TypeAlias = Running | RunningFold
 
 
 class ChunkedStage:
@@ -53,18 +62,13 @@ class ChunkedStage:
     The device has k slots; a slot is a place for one group, and slots without a group
     are padding. The stage runs for a chunk of c slots at once, in a loop over chunks.
 
-    Args:
-      layout: How the n groups are laid out on the mesh.
-      stage: The local stage.
-      reduces: The reductions of the round but gathers.
-      folds: The folds of the round, with the arrays of their global operands.
-      kept: The outputs of the stage to return as slices, because they are read later.
-      shared: The arrays of the global inputs of the stage, in order.
-      inner: If the stage's work uses an inner level, `inner(*args)` runs that level's
-        plan for one group: from the arguments of the stage's jaxpr to the list of its
-        outputs. None: the jaxpr of the stage runs as it is.
-      merged: The names of the outputs of the stage that are partial reductions over its
-        inner level, `[m, *s]`, one for each of the m devices of that level.
+    `reduces` are the reductions of the round but gathers, and `kept` the outputs of the
+    stage to return as slices, because they are read later. `shared` has the arrays of
+    the global inputs of the stage, in order. If the stage's work uses an inner level,
+    `inner` runs that level's plan for one group; None: the jaxpr of the stage runs as
+    it is. `merged` has the names of the outputs of the stage that are partial
+    reductions over its inner level, `[m, *s]`, one for each of the m devices of that
+    level.
     """
 
     def __init__(
@@ -74,8 +78,8 @@ class ChunkedStage:
         reduces: list[Reduce],
         folds: list[FoldWork],
         kept: list[Value],
-        shared: list,
-        inner: Callable | None = None,
+        shared: list[GlobalArray],
+        inner: OfOneGroup | None = None,
         merged: Collection[str] = (),
     ):
         self.layout, self.stage, self.kept = layout, stage, kept
@@ -94,34 +98,30 @@ class ChunkedStage:
         self._partitioned = [True, *(v.partitioned for v in stage.inputs)]
         self._effects = _compat.effects_of(stage.jaxpr)
 
-    def run(self, first, slices: list, step: int | None) -> tuple[list, list]:
+    def run(
+        self, first: Array, slices: Sequence[Slices], step: int | None
+    ) -> tuple[list[Array], list[DeviceArray]]:
         """Run the stage for the device's groups, and reduce over them.
 
-        The device has k slots, places for one group each; empty ones are padding.
+        `first` is the group index of the device's first slot, int32 `[]`; n or more if
+        the device has no group. `slices` has for each partitioned input of the stage,
+        in order, the slices of the device's k slots, of which a `Stacked` is a part of
+        an array of more groups. `step`, c, is how many groups run at once; None: all.
 
-        Args:
-          first: The group index of the device's first slot, int32 `[]`; n or more if
-            the device has no group.
-          slices: For each partitioned input of the stage, in order, the slices of the
-            device's k slots: an array `[k, *s]`; or, in an inner level, a `Stacked`,
-            which stands for a part of an array of more groups.
-          step: c, how many groups run at once; None: all.
-
-        Returns:
-          `(partials, slices)`, two lists of arrays. `partials` has for each reduction
-          its partial reduction over the device's groups, `[*s]`, in the accumulator
-          dtype, and then for each fold the leaves of its state, `[*s]`. If the device
-          has no group, these are the identity of the reduction, and zeros for a fold.
-          `slices` has for each output in `self.kept`, which are read after the stage,
-          the slices of the device's slots, `[k, *s]`; those of padding mean nothing.
+        The result is `(partials, slices)`. `partials` has for each reduction its
+        partial reduction over the device's groups, `[*s]`, in the accumulator dtype,
+        and then for each fold the leaves of its state, `[*s]`. If the device has no
+        group, these are the identity of the reduction, and zeros for a fold. `slices`
+        has for each output in `self.kept`, which are read after the stage, the slices
+        of the device's slots, `[k, *s]`; those of padding mean nothing.
         """
         layout = self.layout
 
-        def work():
+        def work() -> tuple[list[Array], list[DeviceArray]]:
             totals, kept = self._run(first, slices, step)
             return jax.tree.leaves(totals), kept
 
-        def nothing():
+        def nothing() -> tuple[list[Array], list[DeviceArray]]:
             # A device with padding only: it must not run the work, but give its types.
             totals, kept = jax.eval_shape(work)
             # The identity, as `finish` combines it with the totals of other devices.
@@ -134,23 +134,13 @@ class ChunkedStage:
         # `for_real_groups` handles effects, group by group.
         return work() if self._effects else unless_empty(layout, first, work, nothing)
 
-    def _run(self, first, slices: list, step: int | None) -> tuple[list, list]:
-        """Run the stage on a device that has groups, and reduce, chunk by chunk.
+    def _run(
+        self, first: Array, slices: Sequence[Slices], step: int | None
+    ) -> tuple[list[PyTree], list[DeviceArray]]:
+        """As `run`, on a device that has groups, chunk by chunk.
 
-        If the stage has effects, the device may have no group; then no slot runs it.
-
-        Args:
-          first: The group index of the device's first slot, int32 `[]`.
-          slices: For each partitioned input of the stage, in order, the slices of the
-            device's k slots: an array `[k, *s]`, or a `Stacked`.
-          step: c, how many groups run at once; None: all.
-
-        Returns:
-          `(partials, slices)`. `partials` has for each reduction its partial reduction
-          over the device's groups, `[*s]`, in the accumulator dtype, and then for each
-          fold a list of the leaves of its state, `[*s]`. `slices` has for each output
-          in `self.kept` the slices of the slots, `[k, *s]`; those of padding, which are
-          slots without a group, mean nothing.
+        If the stage has effects, the device may have no group; then no slot runs it. In
+        `partials`, the state of a fold is one element, the list of its leaves.
         """
         count, layout = self.layout.per_device, self.layout
         # More than all groups of the device is all of them.
@@ -167,7 +157,7 @@ class ChunkedStage:
             count = len(self.reduces)
             return [*totals[:count], *(x.value for x in totals[count:])], kept
 
-        def chunk(start, size: int) -> tuple:
+        def chunk(start: Array, size: int) -> tuple[list[Any], list[Array]]:
             # The slices are closed over and cut in the body: as `xs` of the scan
             # some versions of the compiler copy them first. Indices are counted, as an
             # array of all would be of size n.
@@ -183,12 +173,16 @@ class ChunkedStage:
             real = real % step if size == step else max(0, real - steps * step)
             return self._chunk(first, indices, own, real)
 
-        def advance(totals, start, size: int = step):
+        def advance(
+            totals: list[Accumulator], start: Array, size: int = step
+        ) -> tuple[list[Accumulator], list[Array]]:
             new, kept = chunk(start, size)
             pairs = zip(totals, new, strict=True)
             return [total.add(x) for total, x in pairs], kept
 
-        def body(carry, _):
+        def body(
+            carry: tuple[Array, list[Accumulator]], _: None
+        ) -> tuple[tuple[Array, list[Accumulator]], list[Array]]:
             i, totals = carry
             totals, kept = advance(totals, i * step)
             return (i + 1, totals), kept
@@ -210,30 +204,25 @@ class ChunkedStage:
         return [total.value for total in totals], kept
 
     def _chunk(
-        self, first, indices, slices: list, partial_count: int, alone: bool = False
-    ) -> tuple[list, list]:
+        self,
+        first: Array,
+        indices: Array,
+        slices: Sequence[Slices],
+        partial_count: int,
+        alone: bool = False,
+    ) -> tuple[list[Any], list[Array]]:
         """Run the stage for one chunk of c slots at once, and reduce over their groups.
 
-        A slot is a place for one group; slots without a group are padding.
+        `indices` are the group indices of the chunk's slots, int32 `[c]`; of padding, n
+        or more. Padding runs with the index `first`, and has the slices of the device's
+        first group. `slices` are those of the chunk's slots, `[c, *s]`, or a `Stacked`
+        with their positions, int32 `[c]`. `partial_count` is how many slots of this
+        chunk have groups on the one device that has both groups and padding. `alone`:
+        this chunk has all slots of the device; if not, no output is summed by
+        `_summed_in_map`.
 
-        Args:
-          first: The group index of the device's first slot, int32 `[]`. Padding slots
-            run with this index.
-          indices: The group indices of the chunk's slots, int32 `[c]`; of padding, n or
-            more.
-          slices: For each partitioned input of the stage, in order, the slices of these
-            slots: an array `[c, *s]`, or a `Stacked` with their positions, int32 `[c]`.
-            Padding has the slices of the device's first group.
-          partial_count: How many slots of this chunk have groups on the one device that
-            has both groups and padding.
-          alone: Whether this chunk has all slots of the device. If not, no output is
-            summed by `_summed_in_map`.
-
-        Returns:
-          `(partials, slices)`: for each reduction its partial reduction over the
-          chunk's groups, `[*s]`, in the accumulator dtype, and then for each fold a
-          `ChunkState`, the fold of the chunk's states; for each output in `self.kept`
-          the slices of the slots, `[c, *s]`.
+        The result is as that of `run`, for the c slots, but in `partials` each fold has
+        a `ChunkState`, the fold of the chunk's states.
         """
         args: list = [copy_index_to_padding(self.layout, indices, first)]
         slices_, shared = iter(slices), iter(self.shared)
@@ -254,7 +243,7 @@ class ChunkedStage:
         stacks = {i: x.array for i, x in enumerate(args) if isinstance(x, Stacked)}
         args = [x.index if isinstance(x, Stacked) else x for x in args]
 
-        def one(*xs):
+        def one(*xs: Array) -> list[Array]:
             if self._inner is None:
                 return call(self.stage, xs)
             pairs = enumerate(xs)
@@ -289,23 +278,14 @@ class ChunkedStage:
             totals.append(work.of_chunk(states, self.layout, indices))
         return totals, [outs[i] for i in self._kept]
 
-    def _slots(self, x, start, indices, lazy: bool) -> Any:
-        """Return the slices of a chunk's slots, out of those of the device's slots.
+    def _slots(self, x: Slices, start: Array, indices: Array, lazy: bool) -> Slices:
+        """Return the slices of a chunk's slots, out of those of the device, `x`.
 
-        A slot is a place for one group. Slots without a group, which are padding, get
-        the slice of the device's first slot.
-
-        Args:
-          x: The slices of the device's k slots: an array `[k, *s]`; or a `Stacked`, a
-            part `[k, *s]` of a larger array, only if there is no padding.
-          start: The position of the chunk's first slot among the k slots, int32 `[]`.
-          indices: The group indices of the chunk's slots, int32 `[c]`; of padding, n or
-            more.
-          lazy: Whether an array `x` is not cut, as the inner level reads it in chunks.
-
-        Returns:
-          A `Stacked` of `x` and the slots' positions in it, int32 `[c]`, if `x` is an
-          array and `lazy` is true. Otherwise the slices, an array `[c, *s]`.
+        `start` is the position of the chunk's first slot on the device, int32 `[]`.
+        Padding gets the slice of the device's first slot; where there is some, `x` is
+        no `Stacked`. An array `x` is not cut if `lazy`, as the inner level reads it in
+        chunks: the result is a `Stacked` with the slots' positions in it, int32 `[c]`.
+        Otherwise it is `[c, *s]`.
         """
         size = indices.shape[0]
         if lazy and not isinstance(x, Stacked):
@@ -319,21 +299,14 @@ class ChunkedStage:
         own = lax.dynamic_slice_in_dim(x, start, size)
         return copy_slice_to_padding(self.layout, indices, own, x[:1])
 
-    def _batched_states(self, outs: list, mask) -> list[ChunkState]:
+    def _batched_states(self, outs: list[Array], mask: Array) -> list[ChunkState]:
         """Return the states of a chunk's folds, from the results of a loaded stage.
 
         The batched function of a stage from a plan file has folded the groups of the
-        chunk already: its results are only split.
-
-        Args:
-          outs: Its results, a list: for each reduction but gathers a partial reduction,
-            and then the leaves of the state of each fold, `[*s]`, with random keys as
-            key data.
-          mask: Which slots of the chunk have groups, bool `[c]`.
-
-        Returns:
-          A list with a `ChunkState` for each fold: the leaves of the chunk's state, and
-          whether the chunk has a group, which is `mask[0]`.
+        chunk already: its results are only split. `outs` has for each reduction but
+        gathers a partial reduction, and then the leaves of the state of each fold,
+        `[*s]`, with random keys as key data. `mask`, bool `[c]`, tells which slots have
+        groups: the chunk has one if the first slot has.
         """
         flat = outs[len(self.reduces) :]
         values = [v for work in self.folds for v in work.fold.results]
@@ -341,17 +314,10 @@ class ChunkedStage:
         states = split_states(self.folds, [from_raw(x, v.dtype) for x, v in pairs])
         return [ChunkState(x, mask[0] if self.layout.uneven else None) for x in states]
 
-    def _reduce(self, reduce: Reduce, x, indices):
-        """Return the partial reduction over a chunk's groups, without its padding.
+    def _reduce(self, reduce: Reduce, x: Array, indices: Array) -> Array:
+        """Return the partial reduction `[*s]` over a chunk's groups, without padding.
 
-        Args:
-          reduce: The reduction.
-          x: The slices of the chunk's c slots, `[c, *s]`.
-          indices: The group indices of the slots, int32 `[c]`; n or more for no group.
-
-        Returns:
-          The reduction over axis 0, `[*s]`, in the accumulator dtype of the reduction.
-          A mean is not divided yet.
+        It has the accumulator dtype of the reduction. A mean is not divided yet.
         """
         op = REDUCE_OPS[reduce.op]
         if self.layout.uneven:
@@ -360,24 +326,17 @@ class ChunkedStage:
             return op.local(x)
 
 
-def _summed_in_map(stage: Stage, partitioned: list[bool], args: list) -> dict[int, Any]:
+def _summed_in_map(
+    stage: Stage, partitioned: list[bool], args: list[Array]
+) -> dict[int, Any]:
     """Sum outputs of a stage over the groups without materializing the summands.
 
     Such a sum is a matrix product that contracts the group axis, as in the gradient of
     weights that all groups share. Only outputs that end in a matrix product or a sum
-    have one.
-
-    Args:
-      stage: The local stage.
-      partitioned: For each argument of the stage's jaxpr, the group index included,
-        whether it has a slice for each group.
-      args: The arguments of the stage's jaxpr for c groups: first the group indices,
-        int32 `[c]`; then the inputs, `[c, *s]` if partitioned, else `[*s]`.
-
-    Returns:
-      A dict from the position of an output in `stage.outputs` to its sum over the c
-      groups, `[*s]`. Outputs without such a sum are left out; with one group the dict
-      is empty.
+    have one; others, and with one group all, are left out of the result, a dict by the
+    position in `stage.outputs`. `args` are those of the stage's jaxpr for c groups:
+    first the group indices, int32 `[c]`; then the inputs, `[c, *s]` if `partitioned`,
+    else `[*s]`.
     """
     count = args[0].shape[0]
     if count == 1:
@@ -395,27 +354,20 @@ def _empty_accumulators(
     reduces: list[Reduce],
     folds: list[FoldWork],
     steps: int,
-    chunk: Callable[[], tuple],
+    chunk: Callable[[], tuple[list[Any], list[Array]]],
     other_shapes: bool = False,
-) -> list[Running | RunningFold]:
+) -> list[Accumulator]:
     """Return the accumulators with which a scan over chunks starts.
 
-    An accumulator of a reduction has the identity of the reduction, such as 0 for a
-    sum, in the type of its partial reductions. That of a fold is marked as empty.
+    They are first those of the reductions, with the identity, such as 0 for a sum, in
+    the type of the partial reductions; then those of the folds, marked as empty.
 
-    Args:
-      reduces: The reductions of the round but gathers.
-      folds: The folds of the round.
-      steps: The number of chunks. `is_compensated` decides by it which sums have a
-        second accumulator, for their rounding errors.
-      chunk: A function without arguments that runs one chunk, and returns
-        `(partial reductions, slices)`. It is only traced, for the types of results.
-      other_shapes: Whether a partial reduction may have another shape than a slice of
-        its source, so that `chunk` is traced for it: over two levels it is `[m, *s]`,
-        for the m devices of the inner level.
-
-    Returns:
-      A list: a `Running` for each reduction, then a `RunningFold` for each fold.
+    `steps`, the number of chunks, decides which sums have a second accumulator, for
+    their rounding errors. `chunk` runs one chunk, and returns
+    `(partial reductions, slices)`; it is only traced, for the types of results.
+    `other_shapes`: a partial reduction may have another shape than a slice of its
+    source, so that `chunk` is traced for it. Over two levels it is `[m, *s]`, for the m
+    devices of the inner level.
     """
     shapes = [(reduce.source.shape, sum_dtype(reduce)) for reduce in reduces]
     types = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
@@ -437,38 +389,30 @@ def _empty_accumulators(
     return accumulators
 
 
-def sum_dtype(reduce: Reduce):
-    """Return the dtype in which a device accumulates the reduction `reduce`.
+def sum_dtype(reduce: Reduce) -> DTypeLike:
+    """Return the dtype in which a device accumulates a reduction.
 
     It is float32 for sums and means of 16-bit floats, else the dtype of the values.
     """
     return REDUCE_OPS[reduce.op].accumulator(reduce.source.dtype)
 
 
-def finish(layout: Layout, reduces: list[Reduce], totals: list) -> list:
+def finish(layout: Layout, reduces: list[Reduce], totals: list[Array]) -> list[Array]:
     """Combine the devices' partial reductions, in a scope that profilers show."""
     names = dict.fromkeys(f"reduce_{reduce.op}" for reduce in reduces)
     with jax.named_scope(f"drjax.{'+'.join(names)}"):
         return _finish(layout, reduces, totals)
 
 
-def _finish(layout: Layout, reduces: list[Reduce], totals: list) -> list:
+def _finish(layout: Layout, reduces: list[Reduce], totals: list[Array]) -> list[Array]:
     """Combine the devices' partial reductions by collectives, and finish reductions.
 
-    It is called for one device: inside the `shard_map`, if there is one. All sums and
-    means that are not `sharded` share one psum, or if they are encoded (`wire`) one
-    exchange of codes. A mean is divided by n.
-
-    Args:
-      layout: How the partition of n groups is laid out on the mesh.
-      reduces: The reductions of the round but gathers.
-      totals: For each of them the partial reduction `[*s]` of this device, in the
-        accumulator dtype.
-
-    Returns:
-      A list with the global value of each reduction, `[*s]`, the same on all devices;
-      or, if the reduction is sharded, the device's part of it. They have the dtype of
-      the slices that are reduced.
+    It is called for one device: inside the `shard_map`, if there is one. `totals` are
+    the partial reductions `[*s]` of this device, in the accumulator dtype, of all
+    reductions but gathers. The results are the global values, the same on all devices;
+    or, if a reduction is sharded, the device's part. They have the dtype of the slices
+    that are reduced. All sums and means that are not `sharded` share one psum, or if
+    they are encoded (`wire`) one exchange of codes. A mean is divided by n.
     """
     n, results = layout.partition.size, list(totals)
     ops = [REDUCE_OPS[reduce.op] for reduce in reduces]
@@ -507,14 +451,9 @@ def _finish(layout: Layout, reduces: list[Reduce], totals: list) -> list:
 def divided_axis(layout: Layout, reduce: Reduce) -> int | None:
     """Return the axis along which the devices have parts of the result of a reduction.
 
-    Args:
-      layout: How the partition is laid out on the mesh.
-      reduce: The reduction.
-
-    Returns:
-      The first axis of the result whose size the number of devices divides. None if
-      there is none, or if `reduce.sharded` is false: then each device has the whole
-      result. None, too, if the mesh has Explicit axes that are not the partition's.
+    It is the first axis whose size the number of devices divides. None, each device has
+    the whole result: there is no such axis, `reduce.sharded` is false, or the mesh has
+    Explicit axes that are not the partition's.
     """
     # An Explicit axis besides may divide the result, which only its type tells.
     if not reduce.sharded or layout.other_explicit_axes:
@@ -522,39 +461,28 @@ def divided_axis(layout: Layout, reduce: Reduce) -> int | None:
     return scattered_axis(layout, reduce.result.shape)
 
 
-def result_specs(layout: Layout, reduces: list[Reduce]) -> list:
+def result_specs(layout: Layout, reduces: list[Reduce]) -> list[PartitionSpec | bool]:
     """Return for each reduction whether the devices have its whole result, or parts.
 
-    Args:
-      layout: How the partition is laid out on the mesh.
-      reduces: The reductions.
-
-    Returns:
-      A list for the output specs of `shard_map_over_devices`: a `PartitionSpec` for a
-      result that is divided, and False for one that is whole on each device.
+    These are output specs of `shard_map_over_devices`: a `PartitionSpec` for a result
+    that is divided, and False for one that is whole on each device.
     """
     return [sharded_spec(layout, divided_axis(layout, r)) for r in reduces]
 
 
-def _over_groups(fn: Callable, count: int, partitioned: list[bool]) -> Callable:
+def _over_groups(
+    fn: Callable[..., list[Array]], count: int, partitioned: list[bool]
+) -> Callable[..., list[Array]]:
     """Make a function of several groups from a function of one, by `jax.vmap`.
 
-    With a single group there is no batch: `fn` runs on its slices.
-
-    Args:
-      fn: The function of one group; it takes arrays, and returns a list of arrays.
-      count: The number of groups.
-      partitioned: For each argument whether it has a slice for each group, along axis
-        0; else all groups share it.
-
-    Returns:
-      A function of the arguments for all groups, `[count, *s]` or if shared `[*s]`. It
-      returns the list of the results of all groups, `[count, *t]`.
+    `partitioned` tells for each argument whether it has a slice for each group, along
+    axis 0; else all groups share it. Results are `[count, *s]`. With a single group
+    there is no batch: `fn` runs on its slices.
     """
     if count > 1:
         return jax.vmap(fn, [0 if p else None for p in partitioned], axis_size=count)
 
-    def only(*args):
+    def only(*args: Array) -> list[Array]:
         # vmap would turn a `cond` on the group's slice into a `select` of all branches.
         own = [x[0] if p else x for x, p in zip(args, partitioned, strict=True)]
         return [y[None] for y in fn(*own)]
@@ -562,25 +490,17 @@ def _over_groups(fn: Callable, count: int, partitioned: list[bool]) -> Callable:
     return only
 
 
-def _in_a_loop(fn: Callable, count: int, partitioned: list[bool]) -> Callable:
+def _in_a_loop(
+    fn: Callable[..., list[Array]], count: int, partitioned: list[bool]
+) -> Callable[..., list[Array]]:
     """Make a function of several groups from a function of one, by `lax.map`.
 
-    The groups run one after another, for functions that `jax.vmap` cannot batch; else
-    `_over_groups` is used, which has the same arguments and result.
-
-    Args:
-      fn: The function of one group; it takes arrays, and returns a list of arrays.
-      count: The number of groups; not used, as the arguments tell it.
-      partitioned: For each argument whether it has a slice for each group, along axis
-        0; else all groups share it.
-
-    Returns:
-      A function of the arguments for all groups, `[count, *s]` or if shared `[*s]`. It
-      returns the list of the results of all groups, `[count, *t]`.
+    It is as `_over_groups`, but the groups run one after another, for functions that
+    `jax.vmap` cannot batch. `count` is not used, as the arguments tell it.
     """
 
-    def run(*args):
-        def one(slices):
+    def run(*args: Array) -> list[Array]:
+        def one(slices: Iterable[Array]) -> list[Array]:
             slices = iter(slices)
             pairs = zip(args, partitioned, strict=True)
             return fn(*(next(slices) if p else x for x, p in pairs))
@@ -590,16 +510,10 @@ def _in_a_loop(fn: Callable, count: int, partitioned: list[bool]) -> Callable:
     return run
 
 
-def call(stage: Stage, args: Sequence) -> list:
+def call(stage: Stage, args: Sequence[Array]) -> list[Array]:
     """Run a stage: evaluate its jaxpr, or trace it under a JAX transformation.
 
-    Args:
-      stage: The stage.
-      args: The arguments of its jaxpr: one array for each input, in order; for a local
-        stage the group index, int32 `[]`, comes before them.
-
-    Returns:
-      The list of its outputs as JAX arrays, in the dtypes of `stage.outputs`.
+    The results have the dtypes of `stage.outputs`.
     """
     outs = evaluate_on_mesh(stage.jaxpr, args)
     return as_arrays(outs, [value.dtype for value in stage.outputs])

@@ -23,6 +23,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from drjax import _compat
+from drjax._compat.types import Array, Mesh
 from drjax._errors import DrjaxValueError
 from drjax._planner.arguments import flat_inputs
 from drjax._sharding.execute import as_operand
@@ -84,7 +85,7 @@ def compile(
     if kept := Keep(plan, keep):
         return KeptRun(kept, lambda inputs: run_flat(plan, inputs, step, mesh), mesh)
 
-    def run(*args, **kwargs):
+    def run(*args: Any, **kwargs: Any) -> Any:
         leaves = flat_inputs(plan, args, kwargs)
         return plan.out_tree.unflatten(run_flat(plan, leaves, step, mesh))
 
@@ -93,25 +94,15 @@ def compile(
 
 def run_flat(
     plan: Plan,
-    inputs: list,
+    inputs: list[Array],
     step: step_size.GroupsPerStep = None,
-    mesh: Any = None,
-) -> list:
+    mesh: Mesh | None = None,
+) -> list[Array]:
     """Run a plan on flat inputs, or trace it under a JAX transformation.
 
-    Args:
-      plan: The plan.
-      inputs: The arrays of `plan.inputs`, in order; partitioned ones `[..., n, ...]`.
-      step: How many of a device's groups work at once; None: all; a `step_size.Fit`, a
-        budget of memory: as many as fit, for which the plan is compiled several times.
-      mesh: A `jax.sharding.Mesh` or `AbstractMesh`. Default: the one in context.
-
-    Returns:
-      The list of the arrays of `plan.outputs`, in order.
-
-    Raises:
-      DrjaxValueError: With a `Fit`, not even one group fits in memory.
-      MeshError: The partition does not fit the mesh; or its mesh axes are Manual.
+    Partitioned inputs and outputs are `[..., n, ...]`. `step` is how many of a device's
+    groups work at once; None: all; a `step_size.Fit`, a budget of memory: as many as
+    fit, for which the plan is compiled several times. `mesh` None: the one in context.
     """
     layout = layout_of(plan, mesh)
     if isinstance(step, step_size.Fit):
@@ -130,30 +121,20 @@ def fits_at_once(plan: Plan, budget: int | None) -> bool:
 
 
 def _largest_step(
-    plan: Plan, layout: Layout, budget: int | None, user_mesh: Any = None
+    plan: Plan, layout: Layout, budget: int | None, user_mesh: Mesh | None = None
 ) -> int:
     """Find the largest number of a device's groups at once that fits in memory.
 
-    It compiles the program up to eight times.
-
-    Args:
-      plan: The plan.
-      layout: How its partition is laid out on the mesh.
-      budget: Bytes of temporary memory for each device; None: what is free.
-      user_mesh: The mesh that the user passed; None: the one in context.
-
-    Returns:
-      The number, from 1 to the most groups that a device has in any level of the plan.
-
-    Raises:
-      DrjaxValueError: One group does not fit, or no device can be asked for its memory.
+    It is at most the most groups that a device has in any level of the plan. The
+    program is compiled up to eight times. `budget` is in bytes for each device; None:
+    what is free.
     """
     temp_bytes, budget = _memory(plan, layout, budget, user_mesh)
     return step_size.largest(_most_groups(plan, layout, user_mesh), temp_bytes, budget)
 
 
 def _memory(
-    plan: Plan, layout: Layout, budget: int | None, user_mesh: Any = None
+    plan: Plan, layout: Layout, budget: int | None, user_mesh: Mesh | None = None
 ) -> tuple[Callable[[int], int], int]:
     """Return what a plan's temporary memory is by the groups at once, and the budget.
 
@@ -174,7 +155,7 @@ def _memory(
     if budget is None:
         budget = step_size.free_bytes(devices)
 
-    def abstract_input(value: Value):
+    def abstract_input(value: Value) -> jax.ShapeDtypeStruct:
         shape, spec = value.whole_shape(plan.size), [None] * value.axis
         # JAX refuses an argument whose sharding does not divide its axis, and a scalar
         # whose spec has an entry.
@@ -197,20 +178,13 @@ def _memory(
     return temp_bytes, budget
 
 
-def on_mesh(plan: Plan, inputs: list) -> list:
+def on_mesh(plan: Plan, inputs: list[Array]) -> list[Array]:
     """Constrain the inputs of a plan to its mesh, so that a surrounding jit sees it.
 
     Only a concrete mesh that is not in JAX's context needs that, as that of a
     `with mesh:` block: then each input gets a sharding constraint that has the mesh,
     but leaves the sharding to the compiler. Without such a mesh, and under
     `jax.set_mesh`, the inputs are returned unchanged.
-
-    Args:
-      plan: The plan.
-      inputs: The arrays of `plan.inputs`, in order.
-
-    Returns:
-      The arrays in the same order, with the same values.
     """
     layout = layout_of(plan)
     for each in [] if layout is None else _layouts(plan, layout):
@@ -224,41 +198,21 @@ def groups_of_device(plan: Plan) -> int:
 
     Every device has the same number of slots, places for one group each, of which some
     may be empty. The result is this number; of a plan with several levels, that of the
-    level with the most slots.
-
-    Args:
-      plan: The plan; without a partition the result is 1.
-
-    Raises:
-      MeshError: The partition does not fit the mesh; or its mesh axes are Manual.
+    level with the most slots; without a partition 1.
     """
     layout = layout_of(plan)
     return 1 if layout is None else _most_groups(plan, layout)
 
 
-def _most_groups(plan: Plan, layout: Layout, mesh: Any = None) -> int:
+def _most_groups(plan: Plan, layout: Layout, mesh: Mesh | None = None) -> int:
     """Return the largest number of groups that a device has in any level of a plan.
 
     To run more groups at once than that changes nothing. So the number bounds the
-    search for one that fits in memory.
-
-    Args:
-      plan: The plan.
-      layout: How the groups of its outermost level are laid out.
-      mesh: The mesh that the user passed; None: the one in context.
+    search for one that fits in memory. `layout` is that of the outermost level.
     """
     return max(x.per_device for x in _layouts(plan, layout, mesh))
 
 
-def _layouts(plan: Plan, layout: Layout, mesh: Any = None) -> list[Layout]:
-    """Return how the groups of each level of a plan are laid out, outermost first.
-
-    Args:
-      plan: The plan.
-      layout: The layout of its outermost level, the first of the result.
-      mesh: The mesh that the user passed; None: the one in context.
-
-    Returns:
-      A list with a `Layout` for each of `plan.levels`.
-    """
+def _layouts(plan: Plan, layout: Layout, mesh: Mesh | None = None) -> list[Layout]:
+    """Return the layouts of `plan.levels`, of which the first is `layout`."""
     return [layout, *layouts_inside(layout.partition, plan.levels[1:], mesh)]

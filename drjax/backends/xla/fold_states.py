@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from drjax._compat.types import Array, GlobalArray
 from drjax._jaxprs.eval_jaxpr import as_arrays
 from drjax._primitives.fold_lowering import fold_by_tree, states_of_devices
 from drjax._sharding.eval_on_mesh import evaluate_on_mesh
@@ -38,12 +39,9 @@ class FoldWork:
     """A fold with the arrays of its global operands.
 
     A fold combines the states of all groups, in order, by an associative function of
-    two states. A state is a list of arrays, its leaves.
-
-    Attributes:
-      fold: The fold in the plan.
-      consts: The arrays of the global values that the function closes over, in order.
-      init: The leaves of the neutral state, `[*s]`.
+    two states. A state is a list of arrays, its leaves. `consts` are the arrays of the
+    global values that the function closes over, in order, and `init` is the neutral
+    state.
     """
 
     fold: Fold
@@ -51,27 +49,14 @@ class FoldWork:
     init: Sequence[Any]
 
     def combine(self, left: States, right: States) -> States:
-        """Combine two states by the fold's function; return the leaves of the result.
-
-        Args:
-          left: The leaves of the state of earlier groups, `[*s]`.
-          right: The leaves of the state of later groups, `[*s]`.
-        """
+        """Combine two states, that of earlier groups and that of later ones."""
         args = [*self.consts, *left, *right]
         stage = self.fold.combine
         outs = evaluate_on_mesh(stage.jaxpr, args)
         return as_arrays(outs, [v.dtype for v in stage.outputs])
 
     def combine_pairs(self, left: States, right: States) -> States:
-        """Combine k pairs of states: entry i of `left` with entry i of `right`.
-
-        Args:
-          left: The leaves of k states of earlier groups, `[k, *s]`.
-          right: The leaves of k states of later groups, `[k, *s]`.
-
-        Returns:
-          The leaves of the k results, `[k, *s]`.
-        """
+        """Combine k pairs of states: entry i of `left` and of `right`, `[k, *s]`."""
         count = left[0].shape[0]
         if self.fold.combine.exported is not None or count == 1:
             each = lambda states, i: [x[i] for x in states]
@@ -79,19 +64,12 @@ class FoldWork:
             return [jnp.stack(xs) for xs in zip(*pairs, strict=True)]
         return jax.vmap(self.combine)(left, right)
 
-    def of_chunk(self, states: States, layout: Layout, indices) -> "ChunkState":
-        """Fold the states of a chunk of c slots, in the order of the groups.
+    def of_chunk(self, states: States, layout: Layout, indices: Array) -> "ChunkState":
+        """Fold the states of a chunk of c slots, `[c, *s]`, in the order of the groups.
 
-        The neutral state is not part of the fold.
-
-        Args:
-          states: The leaves of the slots' states, `[c, *s]`. The state of a padding
-            slot, which has no group, is left out.
-          layout: How the groups are laid out on the mesh.
-          indices: The group indices of the slots, int32 `[c]`; of padding, n or more.
-
-        Returns:
-          A `ChunkState`: the leaves of the fold, and whether the chunk has a group.
+        The neutral state is not part of the fold, nor is the state of a padding slot,
+        which has no group. `indices` are the group indices of the slots, int32 `[c]`;
+        of padding, n or more.
         """
         real = indices < layout.partition.size if layout.uneven else None
         leaves = fold_by_tree(self.combine_pairs, states, real)
@@ -145,10 +123,7 @@ class RunningFold:
         The value so far is the left argument of the user's function, that of the chunk
         the right one. If `self.empty` is true, the value is that of the chunk. If the
         chunk has no group (`x.real` is false), the value is that of `self`. The result
-        is never empty. Nothing is modified.
-
-        Args:
-          x: The fold of the next chunk.
+        is never empty.
         """
         first = lambda total, new: list(new)
         both = lambda total, new: with_shardings_of(self.work.combine(total, new), new)
@@ -159,65 +134,45 @@ class RunningFold:
             value = [jnp.where(x.real, new, old) for new, old in pairs]
         return RunningFold(self.work, value, jnp.zeros_like(self.empty))
 
-    def tree_flatten(self):
+    def tree_flatten(self) -> tuple[tuple[States, Array], FoldWork]:
         return (self.value, self.empty), self.work
 
     @classmethod
-    def tree_unflatten(cls, work, children):
+    def tree_unflatten(
+        cls, work: FoldWork, children: tuple[States, Array]
+    ) -> "RunningFold":
         return cls(work, *children)
 
 
-def finish_folds(layout: Layout, works: list[FoldWork], states: list) -> list:
+def finish_folds(layout: Layout, works: list[FoldWork], states: States) -> States:
     """Fold the devices' states; called for one device, inside the `shard_map`.
 
     The states of all devices are all-gathered, and each device folds them, in the order
     of the devices, after the neutral state. Devices without groups are left out.
-
-    Args:
-      layout: How the partition is laid out on the mesh.
-      works: The folds.
-      states: One flat list of arrays `[*s]`: for each fold, in order, the leaves of
-        this device's state.
-
-    Returns:
-      One flat list of arrays `[*s]`: for each fold, in order, the leaves of its result
-      over all groups, the same on all devices.
+    `states` and the result, which is the same on all devices, have for each fold, in
+    order, the leaves `[*s]` of its state, in one flat list.
     """
     own = [x[None] for x in states]
     used = -(-layout.partition.size // layout.per_device)
     return _fold_devices(works, states_of_devices(layout, own, frozenset(), used))
 
 
-def finish_stacked_folds(layout: Layout, works: list[FoldWork], states: list) -> list:
-    """Fold the devices' states; called for all devices, outside of a `shard_map`.
+def finish_stacked_folds(
+    layout: Layout, works: list[FoldWork], states: States
+) -> States:
+    """As `finish_folds`, but called for all m devices, outside of a `shard_map`.
 
-    The states are folded in the order of the devices, after the neutral state. Devices
-    without groups are left out.
-
-    Args:
-      layout: How the partition is laid out on the mesh, with m devices.
-      works: The folds.
-      states: One flat list of arrays `[m, *s]`: for each fold, in order, the leaves of
-        the states of the m devices.
-
-    Returns:
-      One flat list of arrays `[*s]`: for each fold, in order, the leaves of its result
-      over all groups.
+    The leaves in `states` are `[m, *s]`, those of the m devices.
     """
     used = -(-layout.partition.size // layout.per_device)
     return _fold_devices(works, [x[:used] for x in states])
 
 
-def _fold_devices(works: list[FoldWork], states: list) -> list:
-    """Fold the states of all devices that have groups, after the neutral state.
+def _fold_devices(works: list[FoldWork], states: States) -> States:
+    """Fold the states of the d devices that have groups, after the neutral state.
 
-    Args:
-      works: The folds.
-      states: One flat list of arrays `[d, *s]`: for each fold, in order, the leaves of
-        the states of the d devices that have groups, in the order of their groups.
-
-    Returns:
-      One flat list of arrays `[*s]`: for each fold, in order, the leaves of its result.
+    `states` has for each fold, in order, the leaves `[d, *s]` of the devices' states,
+    and the result the leaves `[*s]` of its result, in one flat list.
     """
     outs, remaining = [], iter(states)
     for work in works:
@@ -232,31 +187,21 @@ def operands_of(folds: Sequence[Fold]) -> list[Value]:
 
     For each fold, in order, these are the values that its function closes over, and
     then the leaves of its neutral state. `with_arrays` takes an array for each of them.
-
-    Args:
-      folds: The folds of a round, in order.
     """
     return [v for fold in folds for v in (*fold.consts, *fold.init)]
 
 
-def with_arrays(folds: Sequence[Fold], arrays: Sequence[Any]) -> list[FoldWork]:
+def with_arrays(folds: Sequence[Fold], arrays: Sequence[GlobalArray]) -> list[FoldWork]:
     """Return a `FoldWork` for each fold, with the arrays of its global operands.
 
-    Args:
-      folds: The folds.
-      arrays: The array of each value in `operands_of(folds)`, in that order.
+    `arrays` are those of `operands_of(folds)`, in that order.
     """
     remaining = iter(arrays)
     take = lambda values: [next(remaining) for _ in values]
     return [FoldWork(fold, take(fold.consts), take(fold.init)) for fold in folds]
 
 
-def split_states(works: list[FoldWork], flat: Sequence[Any]) -> list[States]:
-    """Split one flat list of the leaves of all folds' states into a list for each fold.
-
-    Args:
-      works: The folds, in order; each takes as many elements as its state has leaves.
-      flat: The leaves.
-    """
+def split_states(works: list[FoldWork], flat: Sequence[Array]) -> list[States]:
+    """Split a flat list of the leaves of all folds' states, into one for each fold."""
     remaining: Callable[[], Any] = iter(flat).__next__
     return [[remaining() for _ in work.init] for work in works]

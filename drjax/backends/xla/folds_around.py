@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from drjax import _compat
+from drjax._compat.types import Array, Eqn
 from drjax._jaxprs.eval_jaxpr import as_arrays, evaluate
 from drjax._primitives.columns_lowering import GROUPS
 from drjax._primitives.fold_groups import fold_of_all_p, fold_tree_p, kinds_of
@@ -34,7 +35,7 @@ def has_folds(stage: Stage) -> bool:
     return stage.jaxpr is not None and any(map(_is_fold, _equations(stage)))
 
 
-def run_with_folds(stage: Stage, args: Sequence[Any], layout: Layout) -> list:
+def run_with_folds(stage: Stage, args: Sequence[Array], layout: Layout) -> list[Array]:
     """Run a server stage whose folds and their derivatives run on the mesh.
 
     Each equation of `fold_of_all_p` is bound as `fold_tree_p`, which leaves the groups'
@@ -44,7 +45,7 @@ def run_with_folds(stage: Stage, args: Sequence[Any], layout: Layout) -> list:
     # By what the value and its derivatives share: the function, and its operands.
     tops: dict[Any, list] = {}
 
-    def step(eqn, operands):
+    def step(eqn: Eqn, operands: list[Array]) -> list[Array] | None:
         if not _is_fold(eqn):
             return None
         mode, n_states = eqn.params["mode"], eqn.params["n_states"]
@@ -120,9 +121,9 @@ def _only_folded(stage: Stage, value: Value) -> bool:
     return all(uses) and not any(x is var for x in jaxpr.outvars)
 
 
-def _equations(stage: Stage) -> Sequence[Any]:
+def _equations(stage: Stage) -> Sequence[Eqn]:
     return _compat.open_jaxpr(stage.jaxpr).eqns
 
 
-def _is_fold(eqn: Any) -> bool:
+def _is_fold(eqn: Eqn) -> bool:
     return eqn.primitive is fold_of_all_p

@@ -15,13 +15,14 @@ the outer groups, as JAX takes no `shard_map` over some of the axes in it.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from drjax import _compat
+from drjax._compat.types import Array, ClosedJaxpr, DeviceArray, Mesh
 from drjax._jaxprs.eval_jaxpr import as_arrays
 from drjax._partition import Partition
 from drjax._plan.map_stages import map_stages
@@ -30,22 +31,13 @@ from drjax.plan import Loop, Plan, Stage
 
 
 def layouts_inside(
-    outer: Partition, levels: Sequence[Partition], mesh: Any
+    outer: Partition, levels: Sequence[Partition], mesh: Mesh | None
 ) -> list[Layout]:
-    """Return how the groups of inner levels are laid out, inside an outer group.
+    """Return how the groups of inner levels are laid out, inside a group of `outer`.
 
-    Args:
-      outer: The partition of the level around them.
-      levels: The partitions of the inner levels, outermost first.
-      mesh: The mesh that the user passed; None: the one in context.
-
-    Returns:
-      A list with the `Layout` of each of `levels`. It is local (one device has all
-      groups of the level) if the mesh has no axes for the level, or if one of its mesh
-      axes is Manual already or belongs to a level around it.
-
-    Raises:
-      MeshError: A partition does not fit the mesh.
+    `levels` are in order, outermost first. A layout is local (one device has all groups
+    of the level) if the mesh has no axes for the level, or if one of its mesh axes is
+    Manual already or belongs to a level around it. `mesh` None: the one in context.
     """
     taken = {*jax.sharding.get_abstract_mesh().manual_axes, *outer.mesh_axes}
     layouts = []
@@ -78,15 +70,8 @@ class Stacked:
     array: Any
     index: Any
 
-    def take(self, start, size: int):
-        """Return the slices of some inner groups of the outer group, `[size, *s]`.
-
-        They are the inner groups from position `start` to before `start + size`.
-
-        Args:
-          start: The position of the first among the n inner groups, int32 `[]`.
-          size: Their number.
-        """
+    def take(self, start: Array | int, size: int) -> Array:
+        """Return the slices of `size` inner groups from `start` on, `[size, *s]`."""
         starts = (self.index, start, *[0] * (self.array.ndim - 2))
         sizes = (1, size, *self.array.shape[2:])
         # In 64-bit mode a literal would have another type than the index.
@@ -94,24 +79,24 @@ class Stacked:
         chunk = lax.dynamic_slice(self.array, starts, sizes)
         return lax.squeeze(chunk, (0,))
 
-    def whole(self):
+    def whole(self) -> Array:
         """Return a copy of the slices of all n inner groups of the outer group."""
         return self.take(0, self.array.shape[1])
 
 
+Slices: TypeAlias = DeviceArray | Stacked
+# From the arguments of the jaxpr of a local stage to its outputs, for one group.
+OfOneGroup: TypeAlias = Callable[..., list[Array]]
+
+
 def read_in_chunks(plan: Plan) -> frozenset[int]:
-    """Return the inputs of a plan whose slices are only read by local stages.
+    """Return the positions of a plan's inputs whose slices only local stages read.
 
     A loop over chunks of groups reads the slices of such an input from a `Stacked`, a
     part of a larger array, so that they need not be copied. Other inputs are read as
-    whole arrays: gathered, folded, moved, returned, or carried by a loop.
-
-    Args:
-      plan: The plan of an inner level, or of the body of a loop in it.
-
-    Returns:
-      The positions of these inputs in `plan.inputs`. Only partitioned inputs whose
-      group axis is 0 are among them.
+    whole arrays: gathered, folded, moved, returned, or carried by a loop. The plan is
+    of an inner level, or the body of a loop in it. Only partitioned inputs whose group
+    axis is 0 are in the result.
     """
     whole = {v.name for v in plan.outputs}
     for a_round in plan.rounds:
@@ -131,14 +116,9 @@ def read_in_chunks(plan: Plan) -> frozenset[int]:
 def constants_in_chunks(loop: Loop) -> frozenset[int]:
     """Return the constants of a scan whose slices only its body's local stages read.
 
-    Loops over chunks of groups in the body read them from a `Stacked`, a part of a
-    larger array, so that they need not be copied.
-
-    Args:
-      loop: The loop, of any kind; constants are inputs that are equal in all steps.
-
-    Returns:
-      Their positions in `loop.inputs`; none if the loop is no scan.
+    They are positions in `loop.inputs`, none if the loop is no scan. Loops over chunks
+    of groups in the body read these constants from a `Stacked`, a part of a larger
+    array, so that they need not be copied.
     """
     if loop.op != "scan":
         return frozenset()
@@ -153,39 +133,33 @@ def constants_in_chunks(loop: Loop) -> frozenset[int]:
 def run_inner_levels(
     stage: Stage,
     outer: Partition,
-    interpreter: Callable,
+    interpreter: Callable[..., Callable[[Sequence[Array | Stacked]], list[Array]]],
     step: int | None,
-    mesh: Any,
+    mesh: Mesh | None,
     by_vmap: bool,
     merged: dict[str, str],
-) -> Callable | None:
+) -> OfOneGroup | None:
     """Make the function that runs the plan of the inner level of a local stage.
 
     The function runs the work of one outer group: the rounds of the inner level stream
-    over chunks of inner groups, or are sharded over mesh axes of their own.
+    over chunks of inner groups, or are sharded over mesh axes of their own. It takes
+    the arguments of the stage's jaxpr, the group index first, and returns the list of
+    its outputs. An argument may be a `Stacked` if its position is in
+    `read_in_chunks(stage.inner)`.
 
-    Args:
-      stage: The local stage of the outer groups.
-      outer: The partition of these groups.
-      interpreter: `interpreter(plan, layout, step, mesh, partial)` makes a function of
-        a list of inputs that runs a plan. `partial` has the names of those results of
-        reductions of which it returns the partial reductions of the m devices of the
-        inner level, `[m, *s]`.
-      step: How many groups run at once; None: all, without a loop over chunks.
-      mesh: The mesh that the user passed; None: the one in context.
-      by_vmap: Whether a `vmap` over all outer groups runs the stage; else each device
-        runs it for its groups.
-      merged: For outputs of the stage that one collective reduces over both levels, a
-        dict from the name of the output to the name of the inner plan's result.
+    `interpreter(plan, layout, step, mesh, partial)` makes a function of a list of
+    inputs that runs a plan. `partial` has the names of those results of reductions of
+    which it returns the partial reductions of the m devices of the inner level,
+    `[m, *s]`. `merged` is a dict from the outputs of the stage that one collective
+    reduces over both levels to the results of the inner plan that they are, by name.
+    `by_vmap`: a `vmap` over all outer groups runs the stage; else each device runs it
+    for its groups.
 
-    Returns:
-      `run(*args)`, from the arguments of the stage's jaxpr, the group index first, to
-      the list of its outputs. An argument may be a `Stacked` if its position is in
-      `read_in_chunks(stage.inner)`. None if the jaxpr of the stage is to run as it is:
+    The result is None if the jaxpr of the stage is to run as it is:
 
-      * The stage has no inner level, or has effects.
-      * `by_vmap` is true, and an inner level is sharded over mesh axes.
-      * `by_vmap` is false, `step` is None, and no inner level is sharded so.
+    * The stage has no inner level, or has effects.
+    * `by_vmap` is true, and an inner level is sharded over mesh axes.
+    * `by_vmap` is false, `step` is None, and no inner level is sharded so.
     """
     inner = stage.inner
     if inner is None or _compat.effects_of(stage.jaxpr):
@@ -194,7 +168,7 @@ def run_inner_levels(
     if sharded if by_vmap else step is None and not sharded:
         return None
 
-    def run(*args):
+    def run(*args: Array | Stacked) -> list[Array]:
         # Here, as the axes of outer levels are Manual inside of their `shard_map`.
         layout, *_ = layouts_inside(outer, inner.levels, mesh)
         partial = frozenset(merged.values())
@@ -208,16 +182,12 @@ def run_inner_levels(
     return run
 
 
-def map_jaxprs(stage: Stage, rewrite: Callable) -> Stage:
+def map_jaxprs(
+    stage: Stage, rewrite: Callable[[ClosedJaxpr | None], ClosedJaxpr | None]
+) -> Stage:
     """Rewrite the jaxpr of a stage, and all jaxprs in the plan of its inner level.
 
-    Args:
-      stage: The stage, which is not changed.
-      rewrite: A function from a closed jaxpr to one with the same arguments and
-        results.
-
-    Returns:
-      A new stage.
+    `rewrite` keeps the arguments and results of a jaxpr.
     """
     inner = stage.inner
     if inner is not None:

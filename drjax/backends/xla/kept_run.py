@@ -21,10 +21,11 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from drjax._compat.types import Array, Mesh, PartitionedArray, PyTree
 from drjax._errors import DrjaxTypeError
 from drjax._planner.arguments import flat_inputs
 from drjax._sharding.layout import host_sharding
-from drjax.backends.kept import Keep, Kept
+from drjax.backends.kept import Keep, Kept, KeptPair
 from drjax.plan import Value
 
 
@@ -32,21 +33,23 @@ class KeptRun:
     """A compiled function of a plan, which returns handles (`Kept`) for kept results.
 
     A kept result is one that is an argument of the next call. Its array stays on the
-    devices, and the next call donates it.
-
-    Args:
-      keep: Which results are which arguments; not empty.
-      run_flat: The function of the plan: from the list of the arrays of `plan.inputs`
-        to the list of those of `plan.outputs`.
-      mesh: A `jax.sharding.Mesh` or `AbstractMesh`; None: the one in context.
+    devices, and the next call donates it. `keep` is not empty. `run_flat` runs the plan
+    on the list of its inputs. `mesh` None: the one in context.
     """
 
-    def __init__(self, keep: Keep, run_flat: Callable[[list], list], mesh: Any):
+    def __init__(
+        self,
+        keep: Keep,
+        run_flat: Callable[[list[Array]], list[Array]],
+        mesh: Mesh | None,
+    ):
         self._keep, self._plan, self._mesh = keep, keep.plan, mesh
         self._inputs = [i for pair in keep.pairs for i in pair.inputs]
         self._outputs = [i for pair in keep.pairs for i in pair.outputs]
 
-        def run(staying: list, others: list) -> tuple[list, list]:
+        def run(
+            staying: list[Array], others: list[Array]
+        ) -> tuple[list[Array], list[Array]]:
             outs = run_flat(_interleave(staying, others, self._inputs))
             return _divide(outs, self._outputs)
 
@@ -61,41 +64,25 @@ class KeptRun:
         results = self._plan.out_tree.unflatten(arrays)
         return self._keep.results(results, arrays, _copies)
 
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lower the function for these arguments, as `jax.jit(f).lower(...)`.
 
-        Args:
-          *args: The positional arguments. Handles (`Kept`) among them, which stand for
-            the results of an earlier call, stay valid.
-          **kwargs: The keyword arguments.
-
-        Returns:
-          A `jax.stages.Lowered`. After `.compile()`, `memory_analysis()` tells the
-          bytes of results that take the buffers of arguments.
+        Handles (`Kept`) among them, which stand for the results of an earlier call,
+        stay valid. After `.compile()`, `memory_analysis()` tells the bytes of results
+        that take the buffers of arguments.
         """
         staying, others, _ = self._flat_arguments(args, kwargs)
         return self._run.lower(staying, others)
 
     def _flat_arguments(
-        self, args: tuple, kwargs: dict
-    ) -> tuple[list, list, list[Kept]]:
+        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> tuple[list[Array], list[Array], list[Kept]]:
         """Flatten the arguments of a call, and replace handles by their arrays.
 
-        Args:
-          args: The positional arguments.
-          kwargs: The keyword arguments.
-
-        Returns:
-          `(staying, others, handles)`: the list of the arrays of the arguments that the
-          option `keep` names, which the call donates, in the order of `keep` and in the
-          sharding of their results; the list of the arrays of all other arguments, in
-          the order of `plan.inputs`; and the handles (`Kept`) that were passed, which
-          are still valid.
-
-        Raises:
-          DrjaxTypeError: The call is inside `jax.jit` or another transformation.
-          DrjaxValueError: A handle is a result of another function, or was passed to an
-            earlier call, or is passed as another argument than its own.
+        The result is `(staying, others, handles)`: the arrays of the arguments that the
+        option `keep` names, which the call donates, in the order of `keep` and in the
+        sharding of their results; the arrays of all other arguments, in the order of
+        `plan.inputs`; and the handles that were passed, which are still valid.
         """
         args, kwargs, handles = self._keep.open(args, kwargs)
         leaves = flat_inputs(self._plan, args, kwargs)
@@ -111,16 +98,14 @@ class KeptRun:
         values = [self._plan.inputs[i] for i in self._inputs]
         return list(map(self._in_result_sharding, values, staying)), others, handles
 
-    def _in_result_sharding(self, value: Value, x: Any) -> Any:
+    def _in_result_sharding(
+        self, value: Value, x: PartitionedArray
+    ) -> PartitionedArray:
         """Return the array of a donated argument in the sharding of the kept result.
 
         XLA can put the result into the argument's buffer only if both have the same
-        sharding: that of the partition on the mesh. The array is copied if it has
-        another one; without a mesh it is returned as it is.
-
-        Args:
-          value: The input of the plan, a partitioned value that `keep` names.
-          x: Its array, `[..., n, ...]`.
+        sharding: that of the partition on the mesh. The array, `[..., n, ...]`, is
+        copied if it has another one; without a mesh it is returned as it is.
         """
         assert self._plan.partition is not None
         sharding = host_sharding(self._plan.partition, self._mesh)
@@ -130,29 +115,22 @@ class KeptRun:
         return jax.device_put(x, NamedSharding(sharding.mesh, spec))
 
 
-def _divide(xs: Sequence[Any], indices: list[int]) -> tuple[list, list]:
+def _divide(xs: Sequence[Array], indices: list[int]) -> tuple[list[Array], list[Array]]:
     """Divide a sequence into the elements with some indices, and the others.
 
-    Args:
-      xs: The sequence.
-      indices: The indices.
-
-    Returns:
-      `(some, others)`: the list of the elements in the order of `indices`, and the list
-      of all other elements, in the order of `xs`.
+    The first are in the order of `indices`, and the others in that of `xs`.
     """
     return [xs[i] for i in indices], [
         x for i, x in enumerate(xs) if i not in set(indices)
     ]
 
 
-def _interleave(some: Sequence[Any], others: Sequence[Any], indices: list[int]) -> list:
+def _interleave(
+    some: Sequence[Array], others: Sequence[Array], indices: list[int]
+) -> list[Array]:
     """Join the two lists that `_divide` has returned to one: its inverse.
 
-    Args:
-      some: The elements with these indices: `some[i]` becomes element `indices[i]`.
-      others: All other elements, in the order in which they fill the other indices.
-      indices: The indices of `some` in the result.
+    `some[i]` becomes element `indices[i]`, and `others` fill the other places in order.
     """
     by_index, rest = dict(zip(indices, some, strict=True)), iter(others)
     return [
@@ -161,14 +139,6 @@ def _interleave(some: Sequence[Any], others: Sequence[Any], indices: list[int]) 
     ]
 
 
-def _copies(_: Any, arrays: Sequence[Any]) -> list:
-    """Copy the arrays of a kept result, for `Kept.fetch`: the next call donates them.
-
-    Args:
-      _: The `KeptPair` of the result and its argument; not used.
-      arrays: The arrays of the result's leaves.
-
-    Returns:
-      The list of the copies.
-    """
+def _copies(_: KeptPair, arrays: Sequence[Array]) -> list[Array]:
+    """Copy a kept result, whose arrays the next call donates, for `Kept.fetch`."""
     return [jnp.array(x, copy=True) for x in arrays]

@@ -22,6 +22,7 @@ from typing import Any
 from jax.sharding import PartitionSpec as P
 
 from drjax import _compat
+from drjax._compat.types import Array, Mesh
 from drjax._primitives.map_lowering import lowers_by_vmap
 from drjax._primitives.reduce_ops import REDUCE_OPS
 from drjax._sharding.execute import shard_map
@@ -44,11 +45,9 @@ class InnerLevels:
     Attributes:
       mesh: The mesh that the user passed; None: the one in context.
       merged: For outputs of the local stage that one collective reduces over both
-        levels, a dict from the name of the output to the name of the inner level's
-        result that it is; {} if there are none.
-      partial: The names of those results of the round that are not combined over
-        devices: they stay partial reductions of the m devices, `[m, *s]`, for an outer
-        level.
+        levels, a dict from the name of the output to that of the inner level's result.
+      partial: The names of those results of the round that are not combined over the m
+        devices: they stay partial reductions, `[m, *s]`, for an outer level.
     """
 
     mesh: Any
@@ -61,29 +60,15 @@ class InnerLevels:
         layout: Layout,
         a_round: Round,
         kept: list[Value],
-        mesh: Any,
+        mesh: Mesh | None,
         partial: frozenset[str],
     ) -> "InnerLevels":
         """Decide which reductions of a round merge with those of its inner level.
 
-        Two reductions merge if one collective can reduce over both levels: see `merged`
-        of the result. `reductions_to_merge` chooses them. None merge if the round has
-        no inner level, or has folds; if its local stage has effects, or runs in a
-        `vmap` over all groups (`lowers_by_vmap`); or if the mesh axes of its partition
-        are Explicit.
-
-        Args:
-          layout: How the groups of the round are laid out.
-          a_round: The round.
-          kept: The outputs of its local stage that are returned as slices.
-          mesh: The mesh that the user passed; None: the one in context.
-          partial: The names of those results of the round that an outer level combines
-            over devices.
-
-        Returns:
-          An `InnerLevels` with `mesh` and `partial` as passed. Its `merged` is a dict
-          from the names of outputs of the local stage to the names of the inner level's
-          results that they are; {} if none merge.
+        `reductions_to_merge` chooses them. None merge if the round has no inner level,
+        or has folds; if its local stage has effects, or runs in a `vmap` over all
+        groups (`lowers_by_vmap`); or if the mesh axes of its partition are Explicit.
+        `kept` are the outputs of the local stage that are returned as slices.
         """
         stage, merged = a_round.local, {}
         by_vmap = lowers_by_vmap(layout, stage.jaxpr)
@@ -95,8 +80,8 @@ class InnerLevels:
         return cls(mesh, merged, partial)
 
     def finish(
-        self, layout: Layout, stage: Stage, reduces: list[Reduce], totals: list
-    ) -> list:
+        self, layout: Layout, stage: Stage, reduces: list[Reduce], totals: list[Array]
+    ) -> list[Array]:
         """Combine and finish the partial reductions of a device.
 
         It is called inside the `shard_map` of the round. A reduction whose source is in
@@ -104,16 +89,10 @@ class InnerLevels:
         One whose result is in `self.partial` is not combined: an outer level does that.
         All others are combined over the devices of this level alone.
 
-        Args:
-          layout: How the groups of the round are laid out.
-          stage: The local stage.
-          reduces: The reductions of the round but gathers.
-          totals: For each its partial reduction on this device, `[*s]`; or if it is
-            merged, those of the m devices of the inner level, `[m, *s]`.
-
-        Returns:
-          A list: for each reduction, in order, its global value, `[*s]`; or, if its
-          result is left partial, this device's part, `[1, *s]`.
+        `totals` has for each of `reduces`, those of the round but gathers, its partial
+        reduction on this device, `[*s]`; or if it is merged, those of the m devices of
+        the inner level, `[m, *s]`. The results are global values, `[*s]`; or, if left
+        partial, this device's part, `[1, *s]`.
         """
         results: list[Any] = [None] * len(totals)
         plain: list[int] = []
@@ -145,20 +124,14 @@ def reductions_to_merge(
     """Return the outputs of a stage that one collective can reduce over both levels.
 
     Such an output is the result of a reduction over the inner level, and only
-    reductions over the outer level read it. All of these reductions have the same
-    operation, or are sums and means; none is a gather, or encoded, sharded or secure.
-    If the inner level is not sharded over mesh axes, or one of these is Explicit, there
-    are no such outputs.
+    reductions over the outer level, among `reduces`, read it. All of these reductions
+    have the same operation, or are sums and means; none is a gather, or encoded,
+    sharded or secure. If the inner level is not sharded over mesh axes, or one of these
+    is Explicit, there are no such outputs.
 
-    Args:
-      stage: The stage of the outer groups, with the plan of its inner level.
-      reduces: The reductions over the outer groups.
-      kept: The outputs of the stage that are returned as slices.
-      layout: How the inner groups are laid out.
-
-    Returns:
-      A dict from the name of an output of the stage to the name of the value in the
-      plan of the inner level that is this output; {} if there are none.
+    `kept` are the outputs of the stage that are returned as slices, and `layout` is
+    that of the inner groups. The result is a dict from the name of an output of the
+    stage to the name of the value in the plan of the inner level that is this output.
     """
     inner = stage.inner
     if inner is None or not layout.sharded or layout.spec_entry is not None:
@@ -181,46 +154,31 @@ def reductions_to_merge(
     return merged
 
 
-def _finish_locally(layout: Layout, reduce: Reduce, total):
-    """Finish a partial reduction of this device, without combining the devices.
+def _finish_locally(layout: Layout, reduce: Reduce, total: Array) -> Array:
+    """Finish a partial reduction of this device, `[*s]`, to `[1, *s]`.
 
-    An outer level combines them later.
-
-    Args:
-      layout: How the inner groups, over which it reduces, are laid out.
-      reduce: The reduction.
-      total: Its partial reduction on this device, `[*s]`, in the accumulator dtype.
-
-    Returns:
-      The partial reduction, `[1, *s]`. That of a mean is divided by the number of inner
-      groups of all devices, so that the parts of the devices add up to the mean.
+    An outer level combines the devices later. `layout` is that of the inner groups,
+    over which it reduces. A mean is divided by the number of inner groups of all
+    devices, so that the parts of the devices add up to the mean.
     """
     return REDUCE_OPS[reduce.op].finish(total, layout.partition.size)[None]
 
 
 def _finish_merged(
-    layout: Layout, inner: Layout, reduces: list[Reduce], totals: list
-) -> list:
+    layout: Layout, inner: Layout, reduces: list[Reduce], totals: list[Array]
+) -> list[Array]:
     """Combine the partial reductions of the devices of two levels, by one collective.
 
-    It is called inside the `shard_map` of the outer level, if there is one.
-
-    Args:
-      layout: How the outer groups are laid out.
-      inner: How the inner groups are laid out, on m devices.
-      reduces: The reductions over the outer groups.
-      totals: For each the partial reductions of these m devices, `[m, *s]`, over the
-        outer groups of this device.
-
-    Returns:
-      A list with the global value of each reduction, over both levels, `[*s]`. A mean
-      over the outer groups is divided by their number; `_finish_locally` has divided
-      means over the inner groups.
+    It is called inside the `shard_map` of the outer level, if there is one. `reduces`
+    are those over the outer groups, and `totals` the partial reductions, `[m, *s]`, of
+    the m devices of `inner`, over the outer groups of this device. A mean over the
+    outer groups is divided by their number; `_finish_locally` has divided means over
+    the inner groups.
     """
     axes, devices = (*layout.axes, *inner.axes), layout.devices * inner.devices
     both = replace(layout, axes=axes, devices=devices)
 
-    def body(*totals):
+    def body(*totals: Array) -> tuple[Array, ...]:
         return tuple(finish(both, reduces, [x[0] for x in totals]))
 
     specs = tuple(P(inner.axes) for _ in totals)

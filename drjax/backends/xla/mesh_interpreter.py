@@ -10,7 +10,7 @@ Sharp edges: a partition that is Manual around the plan is refused, as a device 
 its own groups there.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from drjax import _compat
+from drjax._compat.types import (
+    Array,
+    DeviceArray,
+    GlobalArray,
+    Mesh,
+    PartitionedArray,
+)
 from drjax._errors import MeshError, PlanError
 from drjax._primitives.map_lowering import (
     lowers_by_vmap,
@@ -60,6 +67,8 @@ from drjax.backends.xla.folds_around import (
     run_with_folds,
 )
 from drjax.backends.xla.inner_programs import (
+    OfOneGroup,
+    Slices,
     Stacked,
     map_jaxprs,
     run_inner_levels,
@@ -70,22 +79,16 @@ from drjax.backends.xla.reuse_accumulators import (
     find_reuse,
     finish_stacked,
 )
-from drjax.plan import Loop, Move, Plan, Round, Stage, Value
+from drjax.plan import Fold, Loop, Move, Plan, Round, Stage, Value
 from drjax.primitives import gather_p, permute_p
 
 
-def layout_of(plan: Plan, mesh: Any = None) -> Layout | None:
+def layout_of(plan: Plan, mesh: Mesh | None = None) -> Layout | None:
     """Return how a plan's partition is laid out on the mesh; None without a partition.
 
-    Args:
-      plan: The plan.
-      mesh: A `jax.sharding.Mesh` or `AbstractMesh`. Default: the one in context.
-
-    Returns:
-      The `Layout`. Without a mesh it is local: one device has all groups.
-
-    Raises:
-      MeshError: The partition does not fit the mesh; or its mesh axes are Manual.
+    Without a mesh it is local: one device has all groups. `mesh` None: the one in
+    context. `MeshError`: the partition does not fit the mesh, or its mesh axes are
+    Manual.
     """
     if plan.partition is None:
         return None
@@ -104,18 +107,15 @@ def layout_of(plan: Plan, mesh: Any = None) -> Layout | None:
 class MeshInterpreter(PlanInterpreter):
     """Traces a plan on a mesh, as JAX operations: `interpreter(inputs)`.
 
-    It takes and returns lists of arrays, in the order of `plan.inputs` and
-    `plan.outputs`. Partitioned values are whole arrays `[..., n, ...]`, with the group
-    axis `Value.axis`. An input of an inner level's plan may be a `Stacked`, which
-    stands for a part of an array of more groups.
+    Partitioned values are whole arrays `[..., n, ...]`, with the group axis
+    `Value.axis`. An input of an inner level's plan may be a `Stacked`, which stands for
+    a part of an array of more groups.
 
-    Args:
-      plan: The plan.
-      layout: How its partition is laid out on the mesh; None without a partition.
-      step: How many of a device's groups run at once; None: all.
-      mesh: The mesh that the user passed, for inner levels; None: the one in context.
-      partial: The names of those results of reductions that are not combined over the m
-        devices: the interpreter gives their partial reductions, `[m, *s]`.
+    `layout` is None without a partition. `step` is how many of a device's groups run at
+    once; None: all. `mesh` is the one that the user passed, for inner levels; None: the
+    one in context. `partial` has the names of those results of reductions that are not
+    combined over the m devices: the interpreter gives their partial reductions,
+    `[m, *s]`.
     """
 
     def __init__(
@@ -123,14 +123,14 @@ class MeshInterpreter(PlanInterpreter):
         plan: Plan,
         layout: Layout | None,
         step: int | None,
-        mesh: Any = None,
+        mesh: Mesh | None = None,
         partial: frozenset[str] = frozenset(),
     ):
         self.plan, self.layout, self.step, self.mesh = plan, layout, step, mesh
         self._partial = partial
         self._kept, self._folded = plan.kept(), folded_slices(plan)
 
-    def __call__(self, inputs: Iterable) -> list:
+    def __call__(self, inputs: Iterable[Slices]) -> list[Array]:
         return super().__call__(
             x if isinstance(x, Stacked) else jnp.asarray(x) for x in inputs
         )
@@ -145,7 +145,7 @@ class MeshInterpreter(PlanInterpreter):
                 outs = call(stage, args)
             env.write(stage.outputs, outs)
 
-    def scatter(self, slices: Value, whole: Any) -> Any:
+    def scatter(self, slices: Value, whole: GlobalArray) -> PartitionedArray:
         # A scatter is a matter of layout: the shard_map of the groups takes each
         # device's part.
         if self.layout is None or slices.name in self._folded:
@@ -197,24 +197,22 @@ class MeshInterpreter(PlanInterpreter):
             self._reuse_accumulators(layout, reuse, totals, env)
 
     def _reuse_accumulators(
-        self, layout: Layout, reuse: AccumulatorReuse, totals: list, env: Environment
+        self,
+        layout: Layout,
+        reuse: AccumulatorReuse,
+        totals: list[Array],
+        env: Environment,
     ) -> None:
         """Combine the devices' partial reductions, and run the next server stage.
 
         That stage is the one of the next round, or the last one of the plan. Its
-        outputs are written to `env`, so that `run_server` does not run it again. Those
-        results that `reuse.aliases` names take the buffers of running sums.
-
-        Args:
-          layout: How the partition is laid out on the mesh.
-          reuse: Which result takes the buffer of which running sum.
-          totals: For each reduction of the round but gathers the partial reductions of
-            the m devices, `[m, *s]`.
-          env: The arrays of all values that were computed so far; the results that are
-            read later are added.
+        outputs are written to `env`, with the results that are read later, so that
+        `run_server` does not run it again. Those results that `reuse.aliases` names
+        take the buffers of running sums. `totals` has for each reduction of the round
+        but gathers the partial reductions of the m devices, `[m, *s]`.
         """
 
-        def server(results: dict[str, Any]) -> dict[str, Any]:
+        def server(results: dict[str, Array]) -> dict[str, Array]:
             # A copy: tracers of the loop's step must not leave it.
             inner = env.updated(results)
             self.run_server(reuse.server, inner)
@@ -223,7 +221,7 @@ class MeshInterpreter(PlanInterpreter):
         # With the stage's outputs in `env`, `run_server` skips it in the next round.
         env.arrays |= reuse.run(layout, totals, server)
 
-    def move(self, move: Move, slices: Any, index: Any = None) -> Any:
+    def move(self, move: Move, slices: Array, index: Array | None = None) -> Array:
         layout = self.layout
         assert layout is not None
         params = {"partition": layout.partition, "mesh": layout.mesh}
@@ -247,7 +245,7 @@ class MeshInterpreter(PlanInterpreter):
     # -----------------------------------------------------------------------------
     # Loops
 
-    def run_loop(self, index: int, loop: Loop, inputs: list) -> list:
+    def run_loop(self, index: int, loop: Loop, inputs: list[Any]) -> list[Array]:
         layout = self.layout
         if loop.op == "columns":
             return run_columns(loop, inputs, evaluate_on_mesh)
@@ -277,7 +275,9 @@ class MeshInterpreter(PlanInterpreter):
         (body,) = bodies
         consts, init, xs = split_scan(loop, inputs)
 
-        def step(carry, xs):
+        def step(
+            carry: Sequence[Array], xs: list[Array]
+        ) -> tuple[Sequence[Array], list[Array]]:
             outs = body([*consts, *carry, *xs])
             carried = with_shardings_of(outs[: loop.carry], carry)
             return carried, outs[loop.carry :]
@@ -285,20 +285,13 @@ class MeshInterpreter(PlanInterpreter):
         carry, ys = lax.scan(step, init, xs, loop.length, loop.reverse)
         return [*carry, *ys]
 
-    def _typed(self, value: Value, x: Any) -> Any:
+    def _typed(self, value: Value, x: Array) -> Array:
         """Shard a loop's partitioned input over the groups, if mesh axes are Explicit.
 
         A round returns partitioned values in this sharding. On Explicit axes it is a
         part of their type, which a carried value must not change between steps. Global
         values are returned unchanged; so are all values if no mesh axis of the
         partition is Explicit.
-
-        Args:
-          value: The input of the loop, from `loop.inputs`.
-          x: Its array; of a partitioned value `[..., n, ...]`.
-
-        Returns:
-          An array of the same shape and values.
         """
         layout = self.layout
         if not value.partitioned or layout is None or layout.spec_entry is None:
@@ -315,27 +308,19 @@ def _run_groups(
     step: int | None,
     combine: bool,
     levels: InnerLevels,
-) -> tuple[list, list]:
+) -> tuple[list[Array], list[PartitionedArray]]:
     """Run the local stage of a round for all groups, on all devices, and reduce.
 
-    Args:
-      layout: How the partition is laid out on the mesh: n groups on m devices.
-      a_round: The round.
-      kept: The outputs of its local stage to return as slices.
-      env: The arrays of all values that were computed so far, from which the inputs of
-        the stage and of the folds are read; it is not changed.
-      step: How many of a device's groups run at once; None: all.
-      combine: Whether to combine the devices' partial reductions.
-      levels: Which reductions are combined over two levels at once, or by an outer
-        level.
+    The inputs of the stage and of the folds are read from `env`, which is not changed.
+    `kept` are the outputs of the stage to return as slices. `step` is how many of a
+    device's groups run at once; None: all. `levels` tells which reductions are combined
+    over two levels at once, or by an outer level.
 
-    Returns:
-      `(totals, stacks)`, two lists of arrays. With `combine=True`, `totals` has for
-      each reduction but gathers its result `[*s]`, and then the leaves of the result of
-      each fold, `[*s]`; results that `levels` leaves to an outer level are `[m, *s]`.
-      With `combine=False` all of them are the partial reductions of the m devices,
-      `[m, *s]`. `stacks` has for each output in `kept` the slices of all groups,
-      `[n, *s]`.
+    The result is `(totals, stacks)`. If `combine`, `totals` has for each reduction but
+    gathers its result `[*s]`, and then the leaves of the result of each fold, `[*s]`;
+    results that `levels` leaves to an outer level are `[m, *s]`. If not, all of them
+    are the partial reductions of the m devices, `[m, *s]`. `stacks` has for each output
+    in `kept` the slices of all groups, `[n, *s]`.
     """
     stage, reduces, folds = a_round.local, a_round.partials, a_round.folds
     shared = env.read(v for v in stage.inputs if not v.partitioned)
@@ -345,7 +330,7 @@ def _run_groups(
     cut = by_vmap or layout.uneven or layout.spec_entry is not None
     slices, positions, stacked = _read_slices(stage, env, cut)
 
-    def work(*args):
+    def work(*args) -> tuple[list[Array], list[DeviceArray]]:
         *args, first = args
         args, indices = args[len(positions) :], iter(args[: len(positions)])
         works = with_arrays(prepared, args[count : len(shared)])
@@ -358,7 +343,7 @@ def _run_groups(
         ]
         return chunked.run(first, own, step)
 
-    def body(*args):
+    def body(*args: Array) -> list[Array]:
         totals, stacks = work(*args[:-1], args[-1][0])
         # `[1, *s]`: the shard_map stacks the devices' values along this axis.
         if not combine:
@@ -393,19 +378,14 @@ def _run_groups(
     return outs[: len(each)], outs[len(each) :]
 
 
-def _prepare(layout: Layout, a_round: Round, step: int | None, levels: InnerLevels):
+def _prepare(
+    layout: Layout, a_round: Round, step: int | None, levels: InnerLevels
+) -> tuple[Stage, list[Fold], OfOneGroup | None, bool]:
     """Make the jaxprs of a round ready to be traced in a device's code.
 
-    Args:
-      layout: The layout of the partition.
-      a_round: The round.
-      step: How many of a device's groups run at once; None: all.
-      levels: Which reductions are combined over two levels at once.
-
-    Returns:
-      `(stage, folds, inner, by_vmap)`: the local stage and the folds with the jaxprs to
-      trace; the `inner` of a `ChunkedStage`; and whether the devices' work is mapped by
-      `vmap`, as it cannot be in a `shard_map` (see `map_lowering`).
+    The result is `(stage, folds, inner, by_vmap)`: the local stage and the folds with
+    the jaxprs to trace; the `inner` of a `ChunkedStage`; and whether the devices' work
+    is mapped by `vmap`, as it cannot be in a `shard_map` (see `map_lowering`).
     """
     stage, folds = a_round.local, a_round.folds
     works = stage, *(fold.combine for fold in folds)
@@ -429,19 +409,13 @@ def _prepare(layout: Layout, a_round: Round, step: int | None, levels: InnerLeve
 
 def _read_slices(
     stage: Stage, env: Environment, cut: bool
-) -> tuple[list, list, list[bool]]:
+) -> tuple[list[Array], list[Array], list[bool]]:
     """Read the partitioned inputs of a stage; a `Stacked` one as two operands.
 
-    Args:
-      stage: The local stage.
-      env: The arrays of all values that were computed so far; it is not changed.
-      cut: Whether the slices are cut out of `Stacked` inputs, which then are arrays as
-        any other.
-
-    Returns:
-      `(arrays, positions, stacked)`: for each partitioned input, in order, its array,
-      the groups' slices `[n, *s]` or the array of a `Stacked`; for each `Stacked` input
-      the position in its array; and for each partitioned input whether it is `Stacked`.
+    The result is `(arrays, positions, stacked)`: for each partitioned input, in order,
+    its array, the groups' slices `[n, *s]` or the array of a `Stacked`; for each
+    `Stacked` input the position in its array; and for each partitioned input whether it
+    is `Stacked`. If `cut`, none is: the slices are cut out of their arrays.
     """
     slices = [
         env[v] if isinstance(env[v], Stacked) else jnp.moveaxis(env[v], v.axis, 0)
@@ -457,19 +431,12 @@ def _read_slices(
 
 def _specs_of_totals(
     layout: Layout, a_round: Round, combine: bool, levels: InnerLevels
-) -> list:
+) -> list[P | bool | None]:
     """Where the totals of a round are on the devices, for `shard_map_over_devices`.
 
-    Args:
-      layout: The layout of the partition.
-      a_round: The round.
-      combine: Whether the devices' partial reductions are combined.
-      levels: Which reductions are left to an outer level.
-
-    Returns:
-      A list, for each reduction but gathers and then each leaf of the results of the
-      folds: False if it is the same on all devices, a `PartitionSpec` if it is sharded,
-      None for a partial reduction of each device.
+    For each reduction but gathers and then each leaf of the results of the folds: False
+    if it is the same on all devices, a `PartitionSpec` if it is sharded, None for a
+    partial reduction of each device, as all are unless `combine`.
     """
     reduces = a_round.partials
     leaves = sum(len(fold.results) for fold in a_round.folds)
@@ -485,12 +452,6 @@ def _check_known_shapes(stage: Stage) -> None:
     """Check that no input or output of a local stage has symbolic dimensions.
 
     XLA crashes on these in a loop in a `shard_map`.
-
-    Args:
-      stage: The local stage.
-
-    Raises:
-      PlanError: A value has symbolic dimensions.
     """
     for value in (*stage.inputs, *stage.outputs):
         if not all(isinstance(size, int) for size in value.shape):

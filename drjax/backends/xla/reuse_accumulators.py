@@ -27,12 +27,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from drjax import _compat
+from drjax._compat.types import Array
 from drjax._sharding.execute import full_of_type, shard_map, vary
 from drjax._sharding.layout import Layout
 from drjax.backends._interpret_plan import reads_after_server
 from drjax.backends.xla.chunked_stage import finish, result_specs, sum_dtype
 from drjax.backends.xla.folds_around import has_folds
-from drjax.plan import Plan, Reduce, Value
+from drjax.plan import Plan, Reduce, Stage, Value
 
 # Bytes of results from which on a loop more is worth the memory.
 LARGE = 2**24
@@ -44,18 +45,14 @@ class AccumulatorReuse:
     The end of a round is its reductions and the server stage after it. A running sum is
     the accumulator of a reduction on a device.
 
-    Args:
-      plan: The plan.
-      index: The index of the round, from 0.
-
     Attributes:
-      server: The server stage after the round, a `drjax.plan.Stage`.
-      outputs: The list of the values that the end of the round computes and that are
-        read later: results of reductions, and outputs of the server stage.
-      reduces: The list of the round's reductions, without gathers.
-      aliases: A dict from the index of a reduction in `reduces` to the index in
-        `outputs` of the value that reuses the buffer of its running sum.
-      rest: The list of the indices of the other outputs.
+      server: The server stage after the round.
+      outputs: The values that the end of the round computes and that are read later:
+        results of reductions, and outputs of the server stage.
+      reduces: The round's reductions, without gathers.
+      aliases: From the index of a reduction in `reduces` to that in `outputs` of the
+        value that reuses the buffer of its running sum.
+      rest: The indices of the other outputs.
     """
 
     def __init__(self, plan: Plan, index: int):
@@ -96,28 +93,27 @@ class AccumulatorReuse:
         return not self.server.jaxpr.effects and not any(keys)
 
     def run(
-        self, layout: Layout, totals: Sequence[Any], server: Callable[[dict], dict]
-    ) -> dict[str, Any]:
+        self,
+        layout: Layout,
+        totals: Sequence[Array],
+        server: Callable[[dict[str, Array]], dict[str, Array]],
+    ) -> dict[str, Array]:
         """Run the end of the round as one step of a loop, so that results alias sums.
 
         The step combines the devices' partial reductions, and runs the server stage.
-
-        Args:
-          layout: How the partition is laid out on the mesh.
-          totals: For each of `reduces`, in order, the partial reductions of the m
-            devices, `[m, *s]`. Those in `aliases` give their buffers to results.
-          server: Runs the server stage: from a dict of the reductions' results by name
-            to a dict of the stage's outputs by name.
-
-        Returns:
-          A dict from the name of each of `outputs` to its array.
+        `totals` has for each of `reduces`, in order, the partial reductions of the m
+        devices, `[m, *s]`. Those in `aliases` give their buffers to results. `server`
+        runs the server stage, from the reductions' results to the stage's outputs. The
+        result has the arrays of `outputs`; all three dicts are by the names of values.
         """
         aliases, names = self.aliases, [r.result.name for r in self.reduces]
 
-        def stack(*values):
+        def stack(*values: Array) -> list[Array]:
             return [vary(x, layout.axes)[None] for x in values]
 
-        def step(carry):
+        def step(
+            carry: tuple[Array, list[Array], Any],
+        ) -> tuple[Array, list[Array], list[Array]]:
             step_index, aliased, _ = carry
             # Aliased sums must come from the carry: reading the closed-over ones would
             # keep their buffers alive.
@@ -155,21 +151,14 @@ def find_reuse(plan: Plan, index: int) -> AccumulatorReuse | None:
 
     The end of a round is its reductions and the server stage after it. A result reuses
     the buffer of a device's running sum if both have one shape and dtype. Nothing is
-    run.
+    run. The result is None in these cases:
 
-    Args:
-      plan: The plan.
-      index: The index of the round in `plan.rounds`, from 0.
-
-    Returns:
-      The reuse. None in these cases:
-
-      * The results that could reuse buffers have less than `LARGE` bytes together, or
-        have symbolic dimensions, or there are none.
-      * The round has loops, folds, sharded reductions, or a `put_add` move whose result
-        is a population, a global value `[N, *s]` of more slices than there are groups.
-      * The server stage has `fold_of_all_p` equations, folds around each group.
-      * The server stage has effects, or a result is a random key.
+    * The results that could reuse buffers have less than `LARGE` bytes together, or
+      have symbolic dimensions, or there are none.
+    * The round has loops, folds, sharded reductions, or a `put_add` move whose result
+      is a population, a global value `[N, *s]` of more slices than there are groups.
+    * The server stage has `fold_of_all_p` equations, folds around each group.
+    * The server stage has effects, or a result is a random key.
     """
     # A loop that starts with the round's results needs them before the next stage.
     if plan.rounds[index].loops:
@@ -189,23 +178,18 @@ def find_reuse(plan: Plan, index: int) -> AccumulatorReuse | None:
     return reuse if worth and reuse.possible else None
 
 
-def finish_stacked(layout: Layout, reduces: list[Reduce], totals: list) -> list:
+def finish_stacked(
+    layout: Layout, reduces: list[Reduce], totals: list[Array]
+) -> list[Array]:
     """Combine the devices' partial reductions, and finish each reduction.
 
-    It is called for all devices, outside of a `shard_map`; a mean is divided by n.
-
-    Args:
-      layout: How the partition of n groups is laid out on the mesh.
-      reduces: The reductions of the round but gathers.
-      totals: For each of them the partial reductions of the m devices, `[m, *s]`, in
-        the accumulator dtype.
-
-    Returns:
-      A list with the global value of each reduction, `[*s]`, in the dtype of the slices
-      that are reduced.
+    It is called for all devices, outside of a `shard_map`. `totals` are the partial
+    reductions of the m devices, `[m, *s]`, in the accumulator dtype, of all reductions
+    but gathers. The results are the global values, `[*s]`, in the dtype of the slices
+    that are reduced; a mean is divided by n.
     """
 
-    def reduced(*sums):
+    def reduced(*sums: Array) -> list[Array]:
         return finish(layout, reduces, [x[0] for x in sums])
 
     if not layout.sharded:
@@ -215,13 +199,8 @@ def finish_stacked(layout: Layout, reduces: list[Reduce], totals: list) -> list:
     return shard_map(layout, reduced, P(layout.axes), specs, check_vma)(*totals)
 
 
-def _server_after(plan: Plan, index: int):
-    """Return the server stage after a round: of the next round, or the plan's last.
-
-    Args:
-      plan: The plan.
-      index: The index of the round in `plan.rounds`, from 0.
-    """
+def _server_after(plan: Plan, index: int) -> Stage:
+    """Return the server stage after a round: of the next round, or the plan's last."""
     after = index + 1
     return plan.rounds[after].server if after < len(plan.rounds) else plan.server
 
@@ -231,10 +210,6 @@ def _needed_after(plan: Plan, index: int) -> set[str]:
 
     The end of a round is its reductions and the server stage after it. What that stage
     itself reads does not count, but what is read after it does, and the plan's outputs.
-
-    Args:
-      plan: The plan.
-      index: The index of the round in `plan.rounds`, from 0.
     """
     needed = {v.name for v in plan.outputs}
     for i, a_round in enumerate(plan.rounds[index + 1 :]):
@@ -251,32 +226,24 @@ def _fits(reduce: Reduce, value: Value) -> bool:
     """Return whether a value has the shape and dtype of a device's sum of a reduction.
 
     If so, the value can reuse the buffer of that running sum.
-
-    Args:
-      reduce: The reduction; its running sum has the shape of a slice of its source, and
-        the accumulator dtype.
-      value: The value.
     """
     return (reduce.source.shape, sum_dtype(reduce)) == (value.shape, value.dtype)
 
 
 def _on_each(
-    layout: Layout, fn: Callable, stacked: bool, stack: bool, check_vma: bool = True
-) -> Callable:
-    """Map `fn` over the devices by a `shard_map`; `fn` itself if nothing is sharded.
+    layout: Layout,
+    fn: Callable[..., list[Array]],
+    stacked: bool,
+    stack: bool,
+    check_vma: bool = True,
+) -> Callable[..., list[Array]]:
+    """Map `fn` over the m devices by a `shard_map`; `fn` itself if nothing is sharded.
 
-    Args:
-      layout: How the partition is laid out on the mesh, with m devices.
-      fn: A function of one device's arrays; it returns a list of arrays.
-      stacked: Whether each device takes its part `[1, ...]` of arguments `[m, ...]`;
-        else each takes the whole arguments.
-      stack: Whether results are stacked: each device returns `[1, ...]`, and together
-        they are `[m, ...]`; else they are the same on each device.
-      check_vma: Whether the `shard_map` checks varying manual axes, provided that the
-        code that is being traced is in a `shard_map(check_vma=True)`.
-
-    Returns:
-      A function of the arrays for all devices; it returns a list of arrays.
+    `stacked`: each device takes its part `[1, ...]` of arguments `[m, ...]`; else each
+    takes the whole arguments. `stack`: each device returns `[1, ...]`, and together
+    they are `[m, ...]`; else results are the same on each device. Varying manual axes
+    are checked if `check_vma` and the code that is being traced is in a
+    `shard_map(check_vma=True)`.
     """
     # One device: its `[1, ...]` is already the stack over all devices.
     if not layout.sharded:

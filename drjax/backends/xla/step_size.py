@@ -31,8 +31,8 @@ _COMPILATIONS = 8
 class Fit:
     """The option `groups_per_step="auto"`: as many groups at once as fit in memory.
 
-    Attributes:
-      budget: Bytes of temporary memory for each device; None: what the device has left.
+    `budget` is in bytes of temporary memory for each device; None: what the device has
+    left.
     """
 
     budget: int | None
@@ -44,17 +44,8 @@ GroupsPerStep = int | None | Fit
 def checked(groups_per_step: Any, memory_budget: Any) -> GroupsPerStep:
     """Validate the options `groups_per_step` and `memory_budget`, and return one value.
 
-    Args:
-      groups_per_step: A positive int, `"auto"`, or None for all groups at once.
-      memory_budget: Bytes of temporary memory for each device, only with `"auto"`;
-        None: what a device has left.
-
-    Returns:
-      The number of groups at once, an int; None for all; or, for `"auto"`, a `Fit` with
-      the budget.
-
-    Raises:
-      DrjaxTypeError, DrjaxValueError: An option has another type or value.
+    `memory_budget` is in bytes of temporary memory for each device, and goes only with
+    `"auto"`, for which the result is a `Fit`.
     """
     if memory_budget is not None:
         memory_budget = _positive("memory_budget", memory_budget, 'bytes with "auto"')
@@ -78,14 +69,7 @@ def checked(groups_per_step: Any, memory_budget: Any) -> GroupsPerStep:
 def _positive(name: str, value: Any, otherwise: str) -> int:
     """Check that an option is a positive integer, and return it as an int.
 
-    Args:
-      name: The name of the option.
-      value: Its value.
-      otherwise: Text for errors: the other values that the option may have.
-
-    Raises:
-      DrjaxTypeError: The value is no integer, or a bool.
-      DrjaxValueError: The value is less than 1.
+    `otherwise` is for errors: the other values that the option may have.
     """
     number = integer_of(value)
     if number is None:
@@ -106,19 +90,11 @@ def largest(count: int, temp_bytes: Callable[[int], int], budget: int) -> int:
     The search assumes that memory grows with the number of groups, guesses that it does
     so linearly, and compiles at most eight times. So of a great many groups it may miss
     the largest number by a little, but the number that it returns was compiled and seen
-    to fit. The result is logged.
+    to fit. The result is logged. It is a `DrjaxValueError` if one group does not fit.
 
-    Args:
-      count: The number of slots of a device: places for one group each.
-      temp_bytes: A function from a number of groups at once to the bytes of temporary
-        memory of the program; it compiles the program.
-      budget: Bytes of temporary memory that the program may have.
-
-    Returns:
-      The number, from 1 to `count`.
-
-    Raises:
-      DrjaxValueError: One group does not fit.
+    `count` is the number of slots of a device: places for one group each. `temp_bytes`
+    compiles the program for a number of groups at once, and returns its temporary
+    memory, of which it may have `budget` bytes.
     """
     # All at once first: the fastest, and most often it fits.
     known = {count: temp_bytes(count)}
@@ -173,19 +149,12 @@ def fastest(count: int, seconds: Callable[[int], float]) -> int:
     All at once, a fourth of them, a sixteenth, ..., are measured, until two, one after
     the other, take more than 1.5 times as long as the best; then half and twice the
     best number. The search assumes that time grows away from the best number. The
-    result is logged.
+    result is logged. At most `4 + log(count) / log(4)` numbers are measured. It is a
+    `DrjaxValueError` if one group does not fit.
 
-    Args:
-      count: The number of slots of a device: places for one group each.
-      seconds: A function from a number of groups at once to the time of the program,
-        which it compiles; infinity if it does not fit in memory.
-
-    Returns:
-      The number, from 1 to `count`: the fastest of those that were measured, at most
-      `4 + log(count) / log(4)`.
-
-    Raises:
-      DrjaxValueError: One group does not fit.
+    `count` is the number of slots of a device: places for one group each. `seconds`
+    compiles the program for a number of groups at once, and returns its time; infinity
+    if it does not fit in memory.
     """
     known: dict[int, float] = {}
     size, slow = count, 0
@@ -216,9 +185,6 @@ def free_bytes(devices: Sequence[Any]) -> int:
 
     For a CPU, or a device that does not report its limit, it is the host's free memory
     divided by the number of local devices.
-
-    Args:
-      devices: The devices, of type `jax.Device`, at least one.
     """
     free = []
     for device in devices:
