@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from drjax._compat.types import Aval
 from drjax._jaxprs.prng_keys import raw_type
 from drjax._plan_file.exported_stage import ExportedStage
 from drjax._primitives.reduce_ops import REDUCE_OPS
@@ -76,7 +77,7 @@ def _check_reduce(reduce: Reduce, size: int) -> None:
 # Loops
 
 
-def _type(value: Value) -> tuple:
+def _type(value: Value) -> tuple[Any, ...]:
     return value.shape, value.dtype, value.partitioned, value.axis
 
 
@@ -254,17 +255,17 @@ def check_batches(plan: Plan) -> None:
                 raise ValueError("a batch has other types than the round needs")
 
 
-def _raw(value: Value) -> tuple:
+def _raw(value: Value) -> tuple[tuple[int, ...], Any]:
     raw = raw_type(value)
     return raw.shape, raw.dtype
 
 
-def _of_batch(value: Value) -> tuple:
+def _of_batch(value: Value) -> tuple[tuple[int | None, ...], Any]:
     """The type that a batched function has for a value; None: the number of groups."""
     shape, dtype = _raw(value)
     return ((None, *shape) if value.partitioned else shape), dtype
 
 
-def _with_open_batch(aval: Any) -> tuple:
+def _with_open_batch(aval: Aval) -> tuple[tuple[int | None, ...], Any]:
     """The type of an operand or result, with None for a symbolic dimension."""
     return tuple(d if isinstance(d, int) else None for d in aval.shape), aval.dtype

@@ -14,7 +14,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from drjax import _storage
 from drjax._errors import PlanFileError
@@ -29,17 +29,9 @@ _NAME = re.compile(r"(stages|consts)/\w[\w.-]*")
 def to_bytes(manifest: dict[str, Any], members: dict[str, bytes]) -> bytes:
     """Serialize a plan file, a zip archive; equal contents give equal bytes.
 
-    Args:
-      manifest: The contents of `manifest.json`, which describes the plan, as JSON data;
-        without the format, the version and the table of members, which are added.
-      members: The contents of the other files in the zip, by name, such as
-        `stages/1.groups.jexp`.
-
-    Returns:
-      The bytes of the zip.
-
-    Raises:
-      PlanFileError: The manifest is larger than `MANIFEST_LIMIT`.
+    `manifest` describes the plan, as JSON data, without the format, the version and the
+    table of members, which are added. `members` are the contents of the other files in
+    the zip, by name, such as `stages/1.groups.jexp`.
     """
     table = {name: _seal(data) for name, data in sorted(members.items())}
     head = {"format": FORMAT, "version": VERSION, **manifest, "members": table}
@@ -76,18 +68,11 @@ def read(
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Read the manifest and all members of a plan file, and check them.
 
-    Args:
-      path: A `Path`, or the URL as text. If `data` is passed, only errors use it.
-      data: The bytes of the file; None: the file at `path` is opened.
-
-    Returns:
-      `(manifest, members)`: the contents of `manifest.json`, which describes the plan,
-      as JSON data; and the bytes of all other files in the zip, by name. Of the
-      manifest only the format, the version and the table of members are checked.
-
-    Raises:
-      OSError: The file cannot be opened.
-      PlanFileError: It is not a whole plan file of a known version.
+    If `data`, the bytes of the file, is passed, only errors use `path`. The result is
+    the contents of `manifest.json`, which describes the plan, as JSON data; and the
+    bytes of all other files in the zip, by name. Of the manifest only the format, the
+    version and the table of members are checked. `OSError`: the file cannot be opened;
+    `PlanFileError`: it is not a whole plan file of a known version.
     """
     with _open(path, data) as file:
         size = file.seek(0, 2)
@@ -136,17 +121,12 @@ def read(
     return manifest, members
 
 
-def _open(path: Path | str, data: bytes | None) -> Any:
+def _open(path: Path | str, data: bytes | None) -> BinaryIO:
     """Open a plan file for reading, as a binary file object.
 
-    Args:
-      path: A `Path`, or the URL as text. If `data` is passed, it is not used.
-      data: The bytes of the file, which are read in place of the file at `path`; or
-        None.
-
-    Raises:
-      OSError: The file cannot be opened.
-      PlanFileError: It is no regular file, or fsspec cannot open its file system.
+    If `data`, the bytes of the file, is passed, `path` is not used. `OSError`: the file
+    cannot be opened; `PlanFileError`: it is no regular file, or fsspec cannot open its
+    file system.
     """
     if data is not None:
         return io.BytesIO(data)
@@ -163,15 +143,7 @@ def _open(path: Path | str, data: bytes | None) -> Any:
 
 
 def _check_unique(path: Path | str, names: list[str]) -> None:
-    """Check that the members of a zip have different names.
-
-    Args:
-      path: The plan file, for errors.
-      names: The names of all members, the manifest included.
-
-    Raises:
-      PlanFileError: Two members have the same name.
-    """
+    """Check that the members of a zip, the manifest included, have different names."""
     if len(set(names)) < len(names):
         # zipfile takes the last of equal names, and other readers may take another.
         name = _repeated(names)
@@ -185,14 +157,8 @@ def _check_unique(path: Path | str, names: list[str]) -> None:
 def _check_sizes(path: Path | str, infos: list[zipfile.ZipInfo], size: int) -> None:
     """Check the sizes that a zip declares for some members, before any of them is read.
 
-    Args:
-      path: The plan file, for errors.
-      infos: The zip's directory entries of the members to check.
-      size: The size of the file in bytes.
-
-    Raises:
-      PlanFileError: A member is compressed, or these members together are larger than
-        the file.
+    No member may be compressed, and together they may not be larger than the file, of
+    `size` bytes.
     """
     compressed = [i.filename for i in infos if i.compress_type != zipfile.ZIP_STORED]
     if compressed:
@@ -213,16 +179,7 @@ def _check_sizes(path: Path | str, infos: list[zipfile.ZipInfo], size: int) -> N
 
 
 def _read(path: Path | str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
-    """Return the contents of one member of an open zip.
-
-    Args:
-      path: The plan file, for errors.
-      archive: The zip.
-      info: The zip's directory entry of the member.
-
-    Raises:
-      PlanFileError: The member cannot be read.
-    """
+    """Return the contents of one member of an open zip."""
     try:
         return archive.read(info)
     except Exception as error:
@@ -236,14 +193,7 @@ def _read(path: Path | str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> 
 def _manifest(path: Path | str, data: bytes) -> dict[str, Any]:
     """Parse `manifest.json`, check its format and version, and return its JSON data.
 
-    Args:
-      path: The plan file, for errors.
-      data: The contents of `manifest.json`.
-
-    Raises:
-      PlanFileError: `data` is no JSON, or an object in it has a key twice; or the
-        format is not `FORMAT`, or the version is not `VERSION`. Other entries are not
-        checked.
+    No object in it may have a key twice. Other entries are not checked.
     """
     try:
         manifest = json.loads(data, object_pairs_hook=_unique_keys)
@@ -267,9 +217,6 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
     It is the `object_pairs_hook` of `json.loads`. Of equal keys Python would use the
     last one, but other readers of JSON may use another.
-
-    Args:
-      pairs: The `(key, value)` pairs of the object, in the order of the text.
     """
     table = dict(pairs)
     if len(table) < len(pairs):
@@ -284,16 +231,7 @@ def _repeated(names: list[str]) -> str:
 
 
 def check_used(path: Path | str, members: Iterable[str], used: set[str]) -> None:
-    """Check that each member of a plan file is used by a stage of its plan.
-
-    Args:
-      path: The plan file, for errors.
-      members: The names of all members but the manifest.
-      used: The names of the members that the plan's stages use.
-
-    Raises:
-      PlanFileError: There is a member that no stage uses.
-    """
+    """Check that each member of a plan file but the manifest is used by a stage."""
     if unused := sorted(set(members) - used):
         raise _bad(
             path,
@@ -313,18 +251,9 @@ def _table(
 ) -> dict[str, Any]:
     """Check the names in the manifest's table of members, and return the table.
 
-    Args:
-      path: The plan file, for errors.
-      manifest: The contents of `manifest.json`, as JSON data.
-      names: The names of all other files in the zip, its members.
-
-    Returns:
-      For each name the member's entry, `{"size": ..., "sha256": ...}`. The entries are
-      not checked.
-
-    Raises:
-      PlanFileError: There is no table, its names are not `names`, or a name is not of
-        the form `stages/NAME` or `consts/NAME`.
+    They must be `names`, those of all other files in the zip, of the form `stages/NAME`
+    or `consts/NAME`. The table has for each name the member's entry,
+    `{"size": ..., "sha256": ...}`, which is not checked.
     """
     table = manifest.get("members")
     if not isinstance(table, dict):
@@ -350,12 +279,8 @@ def _table(
 def _bad(path: Path | str, what: str, fix: str) -> PlanFileError:
     """Make a `PlanFileError` with the text `The plan file {path} {what}. {fix}`.
 
-    The caller raises it.
-
-    Args:
-      path: The plan file.
-      what: What is wrong with the file: a predicate, such as `is damaged`.
-      fix: How to fix it: a whole sentence, such as `Copy it again.`
+    The caller raises it. `what` is a predicate, such as `is damaged`, and `fix` a whole
+    sentence, such as `Copy it again.`
     """
     # Cut, as what is wrong may be anything of the file, of any length.
     short = what if len(what) <= _LONGEST else f"{what[:_LONGEST]} ..."
@@ -365,10 +290,6 @@ def _bad(path: Path | str, what: str, fix: str) -> PlanFileError:
 def malformed(path: Path | str, why: object) -> PlanFileError:
     """Make a `PlanFileError` for a manifest that `plan.save` would not write.
 
-    The caller raises it.
-
-    Args:
-      path: The plan file.
-      why: The reason: text, or the error that reading the manifest raised.
+    The caller raises it. `why` is text, or the error that reading the manifest raised.
     """
     return _bad(path, f"has a malformed manifest: {why}", "Save the plan again.")

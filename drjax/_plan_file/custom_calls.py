@@ -107,13 +107,8 @@ def check_declared(
 ) -> None:
     """Check that the functions of a stage call exactly what the manifest declares.
 
-    Args:
-      stage: The name of the stage, for errors.
-      declared: The names of the custom calls that the manifest declares for the stage.
-      called: For each function of the stage the names of the custom calls in its code.
-
-    Raises:
-      ValueError: The union of `called` is not `declared`.
+    `called` has for each function the names of the custom calls in its code.
+    `ValueError`: their union is not `declared`.
     """
     # Equal, not a subset: `inspect` prints what is declared, without reading code.
     if set(declared) != set().union(*called):
@@ -122,16 +117,10 @@ def check_declared(
 
 @contextlib.contextmanager
 def parsed_module(stablehlo_code: bytes) -> Iterator[Any]:
-    """Parse StableHLO: a context manager that gives the MLIR module, an `ir.Module`.
+    """Parse StableHLO, a portable artifact in MLIR bytecode, to an MLIR module.
 
-    The module is valid only inside the `with` block.
-
-    Args:
-      stablehlo_code: A StableHLO portable artifact, in MLIR bytecode.
-
-    Raises:
-      ValueError: The artifact is no MLIR bytecode. MLIR also reads text, which JAX
-        never writes.
+    The module is valid only inside the `with` block. `ValueError`: the artifact is no
+    MLIR bytecode. MLIR also reads text, which JAX never writes.
     """
     if not stablehlo_code.startswith(_BYTECODE):
         raise ValueError("its code is no MLIR bytecode")
@@ -142,21 +131,15 @@ def parsed_module(stablehlo_code: bytes) -> Iterator[Any]:
 
 
 def custom_calls_in(stablehlo_code: bytes) -> set[str]:
-    """Return the names of the custom calls in StableHLO code.
+    """Return the names of the custom calls in StableHLO code, a portable artifact.
 
     Custom calls of all functions and regions count, even of functions that are never
     called, and so do operations that exchange data with the host, such as
     `stablehlo.infeed`. The shape assertions that JAX adds do not count.
-
-    Args:
-      stablehlo_code: A StableHLO portable artifact, in MLIR bytecode.
-
-    Raises:
-      ValueError: The artifact is no MLIR bytecode.
     """
     names = set()
 
-    def collect(op) -> ir.WalkResult:
+    def collect(op: Any) -> ir.WalkResult:
         if op.name == "stablehlo.custom_call":
             names.add(ir.StringAttr(op.attributes["call_target_name"]).value)
         elif op.name in _OF_HOST:

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from drjax._compat.types import Array, ClosedJaxpr
 from drjax._errors import PlanFileError
 from drjax._jaxprs.prng_keys import from_raw, key_dtype, raw_type, to_raw
 from drjax._partition import Partition
@@ -55,21 +56,12 @@ def decode(
 ) -> Plan:
     """Decode the plan of a file, and check it: the reverse of `encode`.
 
-    Args:
-      path: The file, for errors.
-      manifest: The contents of its `manifest.json`: JSON data that is not trusted.
-      members: The contents of all other files in the zip, by name.
-      run: Whether the plan is to be run. If not, no code of a stage is read, and the
-        stages of the plan have no jaxpr.
-      allowed: The names of custom calls that a plan to be run may make in addition to
-        `drjax._plan_file.custom_calls.ALLOWED`; None allows all.
-
-    Returns:
-      The plan. Each of its stages with outputs has an `ExportedStage` as `exported`.
-
-    Raises:
-      PlanFileError: The manifest is malformed, or this JAX cannot read a stage, or a
-        stage makes a custom call that is not allowed.
+    `manifest` is the contents of its `manifest.json`, JSON data that is not trusted,
+    and `members` are those of all other files in the zip, by name. Unless the plan is
+    to be `run`, no code of a stage is read, and the stages of the plan have no jaxpr. A
+    plan to be run may make the custom calls `allowed` in addition to
+    `drjax._plan_file.custom_calls.ALLOWED`; None allows all. Each stage of the plan
+    with outputs has an `ExportedStage` as `exported`.
     """
     try:
         origin = _origin(manifest)
@@ -96,17 +88,7 @@ def decode(
 def _origin(manifest: dict[str, Any]) -> dict[str, Any]:
     """Check and return the part of a manifest that says how its stages were exported.
 
-    Args:
-      manifest: The contents of `manifest.json`, as JSON data.
-
-    Returns:
-      A dict: `producer` (versions by name), `calling_convention` (an int), `platforms`
-      (names), `x64` (whether there are 64-bit values), `prng` (names of implementations
-      of random keys).
-
-    Raises:
-      KeyError, TypeError, ValueError: An entry is missing or malformed; `decode`
-        converts these errors to `PlanFileError`.
+    It is as `export_plan.origin_of` returns it.
     """
     origin = {key: manifest[key] for key in _ORIGIN}
     if type(origin["x64"]) is not bool:
@@ -132,11 +114,9 @@ def _check_arguments(plan: Plan) -> None:
 class _PlanReader:
     """Builds plans from the manifest's JSON data, and checks the data.
 
-    Malformed data raise built-in exceptions, such as `ValueError` or `KeyError`, which
-    `decode` converts to `PlanFileError`.
-
-    Args:
-      stages: The `_StageReader` that builds the stages of these plans.
+    Malformed data raise built-in exceptions, such as `ValueError` or `KeyError`, or a
+    `DrjaxError`, which `decode` converts to `PlanFileError`. This is so of all
+    functions of this module that take data. `stages` builds the stages of these plans.
     """
 
     def __init__(self, stages: "_StageReader"):
@@ -147,13 +127,6 @@ class _PlanReader:
 
         It checks that values are used only after a stage has produced them, and that
         the batched functions return what the rounds need.
-
-        Args:
-          data: The entry of the plan in the manifest, which has its name, partition,
-            values, rounds, server stage, inputs, outputs and trees.
-
-        Raises:
-          ValueError, KeyError, TypeError, DrjaxError: The entry is malformed.
         """
         partition = _partition(data["partition"])
         # With size 0, `_value` refuses partitioned values.
@@ -197,16 +170,9 @@ class _PlanReader:
     def _round(self, data: dict[str, Any], values: Values, size: int) -> Round:
         """Build a round of a plan from its JSON data.
 
-        Args:
-          data: The entry of the round in the manifest: `server`, `broadcast`,
-            `scatter`, `groups` (the local stage), `reduces`, `loops`, perhaps `moves`
-            and `folds`.
-          values: A function from names to the tuple of the plan's `Value`s with these
-            names.
-          size: n, the number of groups; 0 without a partition.
-
-        Raises:
-          ValueError, KeyError, TypeError, DrjaxError: The entry is malformed.
+        They have `server`, `broadcast`, `scatter`, `groups` (the local stage),
+        `reduces`, `loops`, perhaps `moves` and `folds`. `size` is n; 0 without a
+        partition.
         """
         scatter = []
         for pair in data["scatter"]:
@@ -231,14 +197,7 @@ class _PlanReader:
     def _fold(self, data: dict[str, Any], values: Values) -> Fold:
         """Build a fold, with the stage of its function, from its JSON data.
 
-        Args:
-          data: The entry of the fold: its function `combine`, a stage; names of values
-            `init`, `sources` and `results`; and `commutative`.
-          values: A function from names to the tuple of the plan's `Value`s with these
-            names.
-
-        Raises:
-          ValueError, KeyError, TypeError, DrjaxError: The entry is malformed.
+        They are `combine`, the stage, and what `decode_communication.fold` takes.
         """
         combine = self.stages.stage(data["combine"], values, local=False)
         return fold(data, values, combine)
@@ -246,14 +205,7 @@ class _PlanReader:
     def _loop(self, data: dict[str, Any], values: Values) -> Loop:
         """Build a loop, with a plan for each of its bodies, from its JSON data.
 
-        Args:
-          data: The entry of the loop, which has the attributes of a `Loop` as keys; its
-            `bodies` are entries of plans.
-          values: A function from names to the tuple of `Value`s with these names, of
-            the plan that has the loop.
-
-        Raises:
-          ValueError, KeyError, TypeError, DrjaxError: The entry is malformed.
+        They have the attributes of a `Loop` as keys; its `bodies` are data of plans.
         """
         bodies = tuple(map(self.plan, data["bodies"]))
         consts, carry, length = data["consts"], data["carry"], data["length"]
@@ -271,14 +223,9 @@ class _PlanReader:
 
 
 def _partition(data: dict[str, Any] | None) -> Partition | None:
-    """Build the partition of a plan from its JSON data.
+    """Build the partition of a plan from its JSON data: `name`, `size` and `mesh_axes`.
 
-    Args:
-      data: The plan's entry `partition` in the manifest: null, for a plan that calls no
-        building block, or an object with `name`, `size` and `mesh_axes`.
-
-    Returns:
-      The `Partition`; None for null.
+    It is None, and so are the data, for a plan that calls no building block.
     """
     if data is None:
         return None
@@ -289,17 +236,9 @@ def _partition(data: dict[str, Any] | None) -> Partition | None:
 class _StageReader:
     """Builds stages from the manifest's JSON data and from members of the file.
 
-    Stages may share constants. Malformed data raise built-in exceptions, such as
-    `ValueError` or `KeyError`, which `decode` converts to `PlanFileError`.
-
-    Args:
-      path: The file, for errors.
-      members: The contents of the file's members, by name.
-      origin: The versions, platforms, precision and random keys of the export, a dict.
-      run: Whether the stages are to be run. If not, their code is not read.
-
-    Attributes:
-      used: The names of the members that the stages built so far need, a set of text.
+    Stages may share constants. If stages are not to be `run`, their code is not read.
+    `origin` is how they were exported, as `_origin` returns it, and `path` is for
+    errors. `used` has the names of the members that the stages built so far need.
     """
 
     def __init__(
@@ -314,24 +253,12 @@ class _StageReader:
         self._members, self._consts = members, dict[tuple[str, Any], np.ndarray]()
 
     def stage(self, data: dict[str, Any], values: Values, local: bool) -> Stage:
-        """Build a stage from its JSON data.
+        """Build a stage, of the groups if `local`, else of the server.
 
         The names of its members, the files in the zip with its code and constants, are
-        added to `used`.
-
-        Args:
-          data: The entry of the stage in the manifest.
-          values: A function from names to the tuple of the plan's `Value`s with these
-            names.
-          local: Whether it is a local stage; if not, it is one of the server.
-
-        Returns:
-          The stage. If stages are to be run, its code is read and checked, and it has a
-          jaxpr that calls this code; if not, its jaxpr is None.
-
-        Raises:
-          ValueError: The entry is malformed, or the code does not fit it.
-          PlanFileError: This version of JAX cannot read the code.
+        added to `used`. If stages are to be run, its code is read and checked, and it
+        has a jaxpr that calls this code; if not, its jaxpr is None. `PlanFileError`:
+        this version of JAX cannot read the code.
         """
         inputs, outputs = values(data["inputs"]), values(data["outputs"])
         name, member = json_values.text(data["name"]), data["member"]
@@ -350,11 +277,8 @@ class _StageReader:
     ) -> ExportedStage:
         """Build the `ExportedStage` of a stage; its code is not deserialized yet.
 
-        Args:
-          data: The entry of the stage in the manifest.
-          member: The common prefix of the names of its members, such as
-            `stages/2.server`.
-          local: Whether it is a local stage; if not, it is one of the server.
+        `member` is the common prefix of the names of its members, such as
+        `stages/2.server`.
         """
         function = lambda end: ExportedFunction(
             self._member(f"{member}{end}.jexp"),
@@ -372,13 +296,9 @@ class _StageReader:
         )
 
     def _constant(self, data: dict[str, Any]) -> np.ndarray:
-        """Return a constant of a stage, an array.
+        """Return a constant of a stage from its JSON data, `member` and `dtype`.
 
-        Constants of one member and dtype share the array.
-
-        Args:
-          data: The entry of the constant in the manifest: `member`, the name of a
-            `.npy` file, and `dtype`, the name of the constant's dtype.
+        The member is a `.npy` file. Constants of one member and dtype share the array.
         """
         # Constants of equal bits share a member, also if their dtypes differ.
         name, dtype = key = data["member"], _dtype(data["dtype"])
@@ -396,14 +316,9 @@ class _StageReader:
 def _check_code(name: str, exported: ExportedStage) -> None:
     """Deserialize the code of a stage, and check that it is what the manifest says.
 
-    Args:
-      name: The name of the stage, for errors.
-      exported: The exported functions of the stage.
-
-    Raises:
-      ValueError: The functions make other custom calls than the manifest declares, or
-        the StableHLO for other runtimes (`.mlirbc`) is not that of the functions.
-      PlanFileError: This version of JAX cannot read the code.
+    `ValueError`: the functions make other custom calls than it declares, or the
+    StableHLO for other runtimes (`.mlirbc`) is not that of the functions.
+    `PlanFileError`: this version of JAX cannot read the code.
     """
     parts = [f for f in (exported.per_group, exported.batched) if f]
     called = [function.custom_calls for function in parts]
@@ -421,24 +336,17 @@ def _jaxpr(
     outputs: Sequence[Value],
     exported: ExportedStage | None,
     local: bool,
-) -> Any:
+) -> ClosedJaxpr:
     """Trace a closed jaxpr that calls the exported `per_group` function of a stage.
 
-    The jaxpr takes the inputs of the stage and returns its outputs; random keys are
-    typed keys. That of a local stage takes the group index, int32 `[]`, first.
-
-    Args:
-      inputs: The inputs of the stage; of a partitioned value the jaxpr takes one slice.
-      outputs: The outputs of the stage.
-      exported: The exported functions of the stage; None if it has no outputs, so that
-        the jaxpr does nothing.
-      local: Whether it is a local stage.
-
-    Raises:
-      ValueError: The exported function returns other types than those of `outputs`.
+    The jaxpr takes the inputs of the stage, of a partitioned value one slice, and
+    returns its outputs; random keys are typed keys. That of a local stage takes the
+    group index, int32 `[]`, first. It does nothing if the stage has no outputs, so that
+    `exported` is None. `ValueError`: the exported function returns other types than
+    those of `outputs`.
     """
 
-    def run(*args):
+    def run(*args: Array) -> list[Array]:
         if exported is None:
             return []
         raw = map(to_raw, args)
@@ -469,16 +377,10 @@ def _jaxpr(
 
 
 def _value(name: str, data: dict[str, Any], size: int) -> Value:
-    """Build a value of a plan from its JSON data.
+    """Build a value of a plan from its JSON data: `shape`, `dtype` and `group_axis`.
 
-    Args:
-      name: The name of the value.
-      data: Its entry in the manifest: `shape`, of a partitioned value that of one
-        slice; `dtype`, a name; and `group_axis`, null for a global value.
-      size: n, the number of groups; 0 without a partition.
-
-    Raises:
-      ValueError: A value cannot have this shape, dtype or group axis.
+    The shape of a partitioned value is that of one slice, and a global value has the
+    group axis null. `size` is n; 0 without a partition.
     """
     shape, axis = tuple(map(json_values.count, data["shape"])), data["group_axis"]
     dtype = _dtype(data["dtype"])
@@ -492,14 +394,9 @@ def _value(name: str, data: dict[str, Any], size: int) -> Value:
 def _array(data: bytes) -> np.ndarray:
     """Return the array of a `.npy` file, as a read-only view of the file's bytes.
 
-    `numpy.load` would allocate whatever size the file declares.
-
-    Args:
-      data: The contents of the file.
-
-    Raises:
-      ValueError: The file is not of version 1.0 or 2.0, or its array has Python objects
-        or Fortran order, or the file has more or fewer bytes than its header declares.
+    `numpy.load` would allocate whatever size the file declares. `ValueError`: the file
+    is not of version 1.0 or 2.0, or its array has Python objects or Fortran order, or
+    the file has more or fewer bytes than its header declares.
     """
     file = io.BytesIO(data)
     version = np.lib.format.read_magic(file)
@@ -520,12 +417,8 @@ def _array(data: bytes) -> np.ndarray:
 def _dtype(name: str) -> Any:
     """Return the dtype with a name from the manifest.
 
-    Args:
-      name: The name of a numeric dtype or `bool`, such as `float32`; or `key:IMPL` for
-        typed random keys, such as `key:threefry2x32`.
-
-    Raises:
-      ValueError, TypeError: There is no such dtype.
+    It is that of a numeric dtype or `bool`, such as `float32`; or `key:IMPL` for typed
+    random keys, such as `key:threefry2x32`.
     """
     if match := re.fullmatch(r"key:(\w+)", json_values.text(name)):
         return key_dtype(match[1])
@@ -537,18 +430,13 @@ def _dtype(name: str) -> Any:
     return dtype
 
 
-def _tree(data: dict[str, Any] | None, values: tuple[Value, ...]) -> Any:
+def _tree(
+    data: dict[str, Any] | None, values: tuple[Value, ...]
+) -> pytrees.Tree | None:
     """Build the structure of a plan's arguments or results from its JSON data.
 
-    Args:
-      data: The entry `in_tree` or `out_tree` of the plan; null in bodies of loops.
-      values: The plan's inputs or outputs, one for each leaf.
-
-    Returns:
-      A `pytrees.Tree`; None if `data` is null.
-
-    Raises:
-      ValueError: The entry describes no pytree, or one with another number of leaves.
+    `values` are the plan's inputs or outputs, one for each leaf. The data are null, and
+    the result is None, in bodies of loops.
     """
     if data is None:
         return None

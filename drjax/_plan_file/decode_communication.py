@@ -14,24 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from drjax._plan_file import json_values
+from drjax._plan_file.json_values import Json
 from drjax._primitives.reduce_ops import REDUCE_OPS
 from drjax.plan import MOVES, Fold, Move, Plan, Reduce, Stage, Value, Wire
 
+# From names to the values of the plan that have these names, in order.
 Values = Callable[[Iterable[str]], tuple[Value, ...]]
 
 
 def reduce(data: dict[str, Any], values: Values) -> Reduce:
     """Build a reduction from its JSON data.
 
-    Args:
-      data: The entry of the reduction in the manifest: `op`, its name; `values`, the
-        names of its operand and its result; and perhaps `wire`, `sharded`, `secure` and
-        `bound`.
-      values: A function from names to the tuple of the plan's `Value`s with these
-        names.
-
-    Raises:
-      ValueError, KeyError, TypeError, DrjaxError: The entry is malformed.
+    They are `op`, its name; `values`, the names of its operand and its result; and
+    perhaps `wire`, `sharded`, `secure` and `bound`.
     """
     source, result = values(data["values"])
     op = json_values.one_of((*REDUCE_OPS, "gather"), data["op"])
@@ -50,20 +45,11 @@ def reduce(data: dict[str, Any], values: Values) -> Reduce:
     return Reduce(op, source, result, wire, sharded, secure, bound)
 
 
-def _wire(op: str, source: Value, data: Any) -> Wire | None:
-    """Build the encoding in which a reduction is communicated, from its JSON data.
+def _wire(op: str, source: Value, data: Json) -> Wire | None:
+    """Build the encoding of a reduction from a list of dtype and block size.
 
-    Args:
-      op: The name of the reduction, such as `sum`.
-      source: The value that is reduced.
-      data: The list of dtype and block size in the manifest; None: it is not encoded.
-
-    Returns:
-      The `Wire`; None if `data` is None.
-
-    Raises:
-      ValueError, TypeError, DrjaxError: The data is malformed, or the reduction is not
-        a sum or mean of real floats.
+    None: it is not encoded. The reduction `op` of `source` must be a sum or mean of
+    real floats.
     """
     if data is None:
         return None
@@ -77,15 +63,8 @@ def _wire(op: str, source: Value, data: Any) -> Wire | None:
 def fold(data: dict[str, Any], values: Values, combine: Stage) -> Fold:
     """Build a fold from its JSON data, and check that its states have one type.
 
-    Args:
-      data: The entry of the fold in the manifest: names of values, `init`, `sources`
-        and `results`; and `commutative`.
-      values: A function from names to the tuple of the plan's `Value`s with these
-        names.
-      combine: The stage of the function that combines two states.
-
-    Raises:
-      ValueError, KeyError, TypeError: The entry is malformed.
+    They are names of values, `init`, `sources` and `results`; and `commutative`.
+    `combine` is the stage of the function that combines two states.
     """
     init, sources, results = (values(data[k]) for k in ("init", "sources", "results"))
     types = lambda xs: [(v.shape, v.dtype) for v in xs]
@@ -106,16 +85,9 @@ def fold(data: dict[str, Any], values: Values, combine: Stage) -> Fold:
 def move(data: dict[str, Any], values: Values, size: int) -> Move:
     """Build a move of slices between groups from its JSON data.
 
-    Args:
-      data: The entry of the move in the manifest: `op`, its name; `values`, the names
-        of its source, of its index if it has one, and of its result; and `sources`, the
-        permutation of a permute.
-      values: A function from names to the tuple of the plan's `Value`s with these
-        names.
-      size: n, the number of groups; 0 without a partition.
-
-    Raises:
-      ValueError, KeyError, TypeError: The entry is malformed.
+    They are `op`, its name; `values`, the names of its source, of its index if it has
+    one, and of its result; and `sources`, the permutation of a permute. `size` is n; 0
+    without a partition.
     """
     op = json_values.one_of(MOVES, data["op"])
     source, *index, result = values(data["values"])
@@ -145,17 +117,11 @@ def checked_inner(inner: Plan, stage: Stage) -> Plan:
     """Check that the plan of an inner level has the types of its stage; return it.
 
     Its inputs must have the types of a group index, int32 `[]`, and then of the stage's
-    inputs; its outputs those of the stage's outputs.
-
-    Args:
-      inner: The plan.
-      stage: The local stage of the outer level, in each of whose groups the plan runs.
-
-    Raises:
-      ValueError: It takes or returns values of other types.
+    inputs; its outputs those of the stage's outputs. `stage` is the local stage of the
+    outer level, in each of whose groups the plan runs.
     """
 
-    def types(values: Sequence[Value]) -> list:
+    def types(values: Sequence[Value]) -> list[tuple[tuple[int, ...], Any]]:
         return [(v.whole_shape(inner.size), v.dtype) for v in values]
 
     of_stage = lambda values: [(v.shape, v.dtype) for v in values]

@@ -13,27 +13,26 @@ docs/plan_file_format.md. Some use older words than the code: "in_turn" is
 
 import hashlib
 import io
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from drjax._jaxprs.prng_keys import is_key, key_impl
 from drjax._plan_file.export_plan import origin_of
 from drjax._plan_file.exported_stage import exported_of
-from drjax._plan_file.pytrees import Tree, describe
+from drjax._plan_file.pytrees import Structure, Tree, describe
 from drjax.plan import Ledger, Loop, Move, Plan, Reduce, Round, Stage, Value
+
+# Returns the names of values, and adds their entries to the plan's table of values.
+Names: TypeAlias = Callable[[Iterable[Value]], list[str]]
 
 
 def encode(plan: Plan) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Encode a plan whose stages are exported: return the contents of its plan file.
 
-    Returns:
-      `(manifest, members)`: the contents of `manifest.json`, which describes the plan,
-      as JSON data; and the bytes of all other files in the zip, by name.
-
-    Raises:
-      PlanFileError: A pytree of the plan cannot be described without its class.
+    They are the contents of `manifest.json`, which describes the plan, as JSON data;
+    and the bytes of all other files in the zip, by name.
     """
     origin = origin_of(plan)
     writer = _Writer()
@@ -44,10 +43,9 @@ def encode(plan: Plan) -> tuple[dict[str, Any], dict[str, bytes]]:
 def ledger(plan: Plan) -> list[dict[str, Any]]:
     """Return the communication of a plan as JSON data, for the manifest.
 
-    Returns:
-      A list with a dict for each value that is communicated in each round, as
-      `plan.communication()` lists them: `round`, `op`, `value` (its name), `bytes` (for
-      each group) and `times`.
+    There is a dict for each value that is communicated in each round, as
+    `plan.communication()` lists them: `round`, `op`, `value` (its name), `bytes` (for
+    each group) and `times`.
     """
     communication: Ledger = plan.communication()
     return [
@@ -62,21 +60,15 @@ def ledger(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def batched_results(a_round: Round, kept: frozenset[str]) -> dict[str, list]:
+def batched_results(a_round: Round, kept: frozenset[str]) -> dict[str, list[Any]]:
     """Name the results of the batched function of a round's local stage, as JSON data.
 
-    The function returns an unnamed list; this is the order of its results.
-
-    Args:
-      a_round: The round.
-      kept: `Plan.kept()` of its plan: the names of values of which slices are needed
-        after the stage.
-
-    Returns:
-      `{"partials": [{"op": ..., "value": name}, ...], "rows": [name, ...]}`. First come
-      the partial reductions: one for each reduction except gathers, with the name of
-      the value that is reduced, and then one for each leaf of each fold's state, with
-      `"op": "fold"`. Then come the outputs that are returned as slices.
+    The function returns an unnamed list; this is the order of its results:
+    `{"partials": [{"op": ..., "value": name}, ...], "rows": [name, ...]}`. First come
+    the partial reductions: one for each reduction except gathers, with the name of the
+    value that is reduced, and then one for each leaf of each fold's state, with
+    `"op": "fold"`. Then come the outputs that are returned as slices, those in `kept`,
+    `Plan.kept()` of the plan that has the round.
     """
     # As `export_plan` passes them to the exporter: results have an order, and no names.
     slices = [v.name for v in a_round.local.outputs if v.name in kept]
@@ -90,25 +82,19 @@ def batched_results(a_round: Round, kept: frozenset[str]) -> dict[str, list]:
 class _Writer:
     """Encodes plans as JSON data for the manifest, and collects the file's members.
 
-    Attributes:
-      members: A dict from the name of each member but the manifest to its bytes.
+    Values are referred to by name. `members` has the bytes of each member but the
+    manifest, by name; the code and constants of stages that are encoded are added to
+    it. A `prefix` is the text before the names of the members of a part of a plan.
     """
 
     def __init__(self):
         self.members: dict[str, bytes] = {}
 
     def plan(self, plan: Plan, prefix: str) -> dict[str, Any]:
-        """Encode a plan as JSON data; the code of its stages is added to `members`.
+        """Encode a plan, with a table of its values.
 
-        Args:
-          plan: The plan, the plan of a loop's body, or that of an inner level.
-          prefix: The text with which the names of its stages' members (files in the
-            zip) begin, after `stages/`: empty for the whole plan; `2.scan.0.` for the
-            first body of the loop `scan` of round 2; `2.inner.` for its inner level.
-
-        Returns:
-          A dict with the plan's name, partition, inputs, outputs, trees, table of
-          values, rounds and last server stage. Values are referred to by name.
+        `prefix` is empty for the whole plan, `2.scan.0.` for the first body of the loop
+        `scan` of round 2, and `2.inner.` for its inner level.
         """
         values: dict[str, dict] = {}
 
@@ -157,21 +143,13 @@ class _Writer:
             **({"open_groups": True} if plan.open_groups else {}),
         }
 
-    def _stage(self, stage: Stage, member: str, names) -> dict[str, Any]:
-        """Encode a stage as JSON data; its code and constants are added to `members`.
+    def _stage(self, stage: Stage, member: str, names: Names) -> dict[str, Any]:
+        """Encode a stage, which is exported, unless it has no outputs.
 
-        Args:
-          stage: The stage; it is exported, unless it has no outputs.
-          member: The name of its members (files in the zip), such as `2.server`. The
-            prefix `stages/` and a suffix for each file are added.
-          names: A function from `Value`s to the list of their names, which also adds
-            their entries to the plan's table of values.
-
-        Returns:
-          A dict with `name`, `inputs`, `outputs` and `member`, which is None if the
-          stage has no outputs. If it has, also with `consts` and `custom_calls`, and
-          for a local stage `in_turn`: whether the groups of a batch run one after
-          another.
+        `member` is the name of its members, such as `2.server`: `stages/` and a suffix
+        for each file are added. In the result it is None if the stage has no outputs;
+        only others have `consts` and `custom_calls`, and local ones `in_turn`: whether
+        the groups of a batch run one after another.
         """
         data = {
             "name": stage.name,
@@ -198,32 +176,16 @@ class _Writer:
         return {**data, "in_turn": exported.sequential}
 
     def _inner(self, stage: Stage, prefix: str) -> dict[str, Any]:
-        """Encode the plan of the inner level of a local stage as JSON data.
+        """Encode the plan of the inner level of a local stage: `{"inner": {...}}`.
 
-        The code of its stages is added to `members`.
-
-        Args:
-          stage: The stage.
-          prefix: The text before the names of the plan's members, such as `2.inner.`.
-
-        Returns:
-          `{"inner": {...}}`; {} if the stage has no inner level, so that earlier
-          versions can read the file.
+        {} if the stage has none, so that earlier versions can read the file.
         """
         return {} if stage.inner is None else {"inner": self.plan(stage.inner, prefix)}
 
-    def _folds(self, a_round: Round, prefix: str, names) -> dict[str, Any]:
-        """Encode the folds of a round as JSON data; their code is added to `members`.
+    def _folds(self, a_round: Round, prefix: str, names: Names) -> dict[str, Any]:
+        """Encode the folds of a round: `{"folds": [...]}`.
 
-        Args:
-          a_round: The round.
-          prefix: The text before the names of the round's members, such as `2.`.
-          names: A function from `Value`s to the list of their names, which also adds
-            their entries to the plan's table of values.
-
-        Returns:
-          `{"folds": [...]}`; {} if there are no folds, so that earlier versions can
-          read the file.
+        {} if there are none, so that earlier versions can read the file.
         """
         folds = [
             {
@@ -238,16 +200,10 @@ class _Writer:
         return {"folds": folds} if folds else {}
 
     def _constant(self, x: np.ndarray) -> dict[str, Any]:
-        """Encode a constant as JSON data; its `.npy` file is added to `members`.
+        """Encode a constant: `{"member": name of its .npy file, "dtype": name}`.
 
-        Equal constants share one file.
-
-        Args:
-          x: The constant.
-
-        Returns:
-          `{"member": name of the file, "dtype": name}`. A dtype that numpy cannot read
-          back is an unsigned integer of the same size in the file.
+        Equal constants share one file. A dtype that numpy cannot read back is an
+        unsigned integer of the same size in the file.
         """
         # `decode` requires C order. ascontiguousarray turns a scalar into a 1-d array.
         file, array = io.BytesIO(), np.ascontiguousarray(x).reshape(x.shape)
@@ -260,19 +216,8 @@ class _Writer:
         self.members[name] = file.getvalue()
         return {"member": name, "dtype": str(x.dtype)}
 
-    def _loop(self, loop: Loop, prefix: str, names) -> dict[str, Any]:
-        """Encode a loop as JSON data; the code of its bodies is added to `members`.
-
-        Args:
-          loop: The loop.
-          prefix: The text before the names of its round's members, such as `2.`.
-          names: A function from `Value`s to the list of their names, which also adds
-            their entries to the plan's table of values.
-
-        Returns:
-          A dict with the attributes of a `Loop` as keys; values are replaced by their
-          names, and `bodies` are plans as JSON data.
-        """
+    def _loop(self, loop: Loop, prefix: str, names: Names) -> dict[str, Any]:
+        """Encode a loop: the attributes of a `Loop` as keys."""
         bodies = [
             self.plan(body, f"{prefix}{loop.name}.{i}.")
             for i, body in enumerate(loop.bodies)
@@ -290,17 +235,10 @@ class _Writer:
         }
 
 
-def _reduce(reduce: Reduce, names) -> dict[str, Any]:
-    """Encode a reduction as JSON data.
+def _reduce(reduce: Reduce, names: Names) -> dict[str, Any]:
+    """Encode a reduction: `{"op": ..., "values": [source, result]}`.
 
-    Args:
-      reduce: The reduction.
-      names: A function from `Value`s to the list of their names, which also adds their
-        entries to the plan's table of values.
-
-    Returns:
-      `{"op": ..., "values": [source, result]}`, with `wire`, `sharded`, `secure` and
-      `bound` only where they are not the default.
+    It has `wire`, `sharded`, `secure` and `bound` only where they are not the default.
     """
     data = {"op": reduce.op, "values": names((reduce.source, reduce.result))}
     # Only where they are used, so that earlier versions read other files.
@@ -311,17 +249,10 @@ def _reduce(reduce: Reduce, names) -> dict[str, Any]:
     return data | {name: option for name, option in options.items() if option}
 
 
-def _move(move: Move, names) -> dict[str, Any]:
-    """Encode a move of slices between groups as JSON data.
+def _move(move: Move, names: Names) -> dict[str, Any]:
+    """Encode a move of slices between groups: `op`, `values` and `sources`.
 
-    Args:
-      move: The move.
-      names: A function from `Value`s to the list of their names, which also adds their
-        entries to the plan's table of values.
-
-    Returns:
-      `{"op": ..., "values": [source, index if there is one, result], "sources":
-      [...]}`.
+    The values are the source, the index if there is one, and the result.
     """
     return {
         "op": move.op,
@@ -358,16 +289,12 @@ def _value(value: Value) -> dict[str, Any]:
     return {"dtype": dtype, "shape": list(value.shape), "group_axis": axis}
 
 
-def _tree(tree: Any) -> dict[str, Any] | None:
+def _tree(tree: Structure | None) -> dict[str, Any] | None:
     """Encode the structure of a plan's arguments or results; None if `tree` is None.
 
-    Args:
-      tree: A `PyTreeDef`, or a `Tree` of a loaded plan; None in bodies of loops, whose
-        values are flat.
-
-    Returns:
-      `{"node": description, "paths": [...]}`: the description of the pytree as JSON
-      data, and the path of each leaf as text.
+    It is None in bodies of loops, whose values are flat. The result is
+    `{"node": description, "paths": [...]}`: the description of the pytree as JSON data,
+    and the path of each leaf as text.
     """
     if tree is None:
         return None

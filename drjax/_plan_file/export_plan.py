@@ -34,14 +34,7 @@ def export_plan(plan: Plan) -> Plan:
     """Copy a plan so that every stage with outputs has exported functions.
 
     They are in `stage.exported`, an `ExportedStage`. Stages that are exported already
-    stay the same objects.
-
-    Args:
-      plan: The plan, which is not modified.
-
-    Raises:
-      PlanError: The plan has symbolic dimensions.
-      PlanFileError: A stage cannot be exported.
+    stay the same objects. `PlanError`: the plan has symbolic dimensions.
     """
     check_known_shapes(plan, "saved")
     origin = origin_of(plan)
@@ -55,17 +48,11 @@ def export_plan(plan: Plan) -> Plan:
 def origin_of(plan: Plan) -> dict[str, Any]:
     """Describe how the stages of a plan are or will be exported, as JSON data.
 
-    The data are part of the manifest of a plan file. If a stage is exported already,
-    they say how it was exported, as all stages of a plan have one origin; otherwise,
-    how this process will export them.
-
-    Returns:
-      A dict: `producer` (versions by name), `calling_convention` (an int), `platforms`
-      (names), `x64` (whether there are 64-bit values), `prng` (names of implementations
-      of random keys).
-
-    Raises:
-      PlanFileError: No stage is exported yet, and one calls back into Python.
+    It is a part of the manifest of a plan file: `producer` (versions by name),
+    `calling_convention` (an int), `platforms` (names), `x64` (whether there are 64-bit
+    values), `prng` (names of implementations of random keys). If a stage is exported
+    already, it says how that was exported, as all stages of a plan have one origin;
+    otherwise, how this process will export them.
     """
     stages = [*plan.stages()]
     # Exported stages of a plan have one origin: the first one has it.
@@ -84,16 +71,7 @@ def _producer() -> dict[str, str]:
 
 
 def _origin(features: StageFeatures) -> dict[str, Any]:
-    """Describe how this process exports stages, as JSON data for the manifest.
-
-    Args:
-      features: The features of all stages of the plan, as `merge` combines them.
-
-    Returns:
-      A dict: `producer` (versions by name), `calling_convention` (an int), `platforms`
-      (names), `x64` (whether there are 64-bit values), `prng` (names of implementations
-      of random keys).
-    """
+    """Describe how this process exports stages with these features: see `origin_of`."""
     return {
         "producer": _producer(),
         "calling_convention": export.maximum_supported_calling_convention_version,
@@ -108,11 +86,11 @@ class _Export:
     """Exports the stages of plans; its methods copy a plan or a part of it.
 
     In each copy, every stage with outputs has exported functions in `stage.exported`.
-    The arguments are not modified.
 
-    Args:
-      origin: The versions, platforms, precision and implementations of random keys of
-        the export: the dict that `origin_of` returns.
+    `origin` is the dict that `origin_of` returns. `kept` is `Plan.kept()` of the plan
+    that has a round: the names of values of which slices are needed after its local
+    stage. A `location` is that of a stage, as `round 1, server`, or the text before
+    those in a part of the plan, as `round 1, `, for errors.
     """
 
     def __init__(self, origin: dict[str, Any]):
@@ -121,10 +99,8 @@ class _Export:
     def plan(self, plan: Plan, location: str) -> Plan:
         """Copy a plan so that all of its stages with outputs are exported.
 
-        Args:
-          plan: The plan, the plan of a loop's body, or that of an inner level.
-          location: The text with which its stages' locations in errors begin: empty for
-            the whole plan, or such as `round 1, scan, ` for the body of a loop.
+        It is the whole plan, with an empty `location`, or that of a loop's body or an
+        inner level, with one such as `round 1, scan, `.
         """
         kept = plan.kept()
         rounds = tuple(
@@ -139,12 +115,6 @@ class _Export:
 
         These are its server stage and its local stage, and those of its folds and
         loops.
-
-        Args:
-          a_round: The round.
-          kept: `Plan.kept()` of its plan: the names of values of which slices are
-            needed after the local stage.
-          location: The text before its stages' locations, for errors: `round 1, `.
         """
         return replace(
             a_round,
@@ -158,18 +128,7 @@ class _Export:
         )
 
     def _loop(self, loop: Loop, location: str) -> Loop:
-        """Copy a loop so that all stages in its bodies are exported.
-
-        Each body is a plan; its rounds, server stages and local stages are copied with
-        the exported functions in `stage.exported`.
-
-        Args:
-          loop: The loop, which is not modified.
-          location: The text before the locations in its round, for errors: `round 1, `.
-
-        Returns:
-          A `Loop` that differs from `loop` only in `bodies`.
-        """
+        """Copy a loop so that all stages in its bodies are exported."""
         location = f"{location}{loop.name}, "
         bodies = tuple(self.plan(body, location) for body in loop.bodies)
         return replace(loop, bodies=bodies)
@@ -179,10 +138,6 @@ class _Export:
 
         The function of a fold is such a stage, too. The stage itself is returned if it
         has no outputs or is exported already.
-
-        Args:
-          stage: The stage.
-          location: Round and stage, for errors: `round 1, server`.
         """
         # A stage without results has no member in the file.
         if stage.empty or stage.exported is not None:
@@ -196,12 +151,6 @@ class _Export:
         and slices of the outputs in `kept`. The stages of the plan of an inner level,
         `stage.inner`, are exported, too. The stage itself is returned if it has no
         outputs or is exported already.
-
-        Args:
-          a_round: The round.
-          kept: `Plan.kept()` of its plan: the names of values of which slices are
-            needed after the stage.
-          location: Round and stage, for errors: `round 1, groups`.
         """
         stage = a_round.local
         if stage.empty or stage.exported is not None:

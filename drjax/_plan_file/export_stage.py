@@ -13,8 +13,8 @@ cannot batch the work for that, its groups run one after another (`sequential`).
 """
 
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ import numpy as np
 from jax import export, lax
 
 from drjax import _compat
+from drjax._compat.types import Array
 from drjax._errors import PlanFileError
 from drjax._jaxprs.eval_jaxpr import evaluate
 from drjax._jaxprs.prng_keys import from_raw, is_key, raw_type, to_raw
@@ -35,6 +36,10 @@ _HOISTED = 1024  # constants of so many bytes are members of the file
 _GROUP = jax.ShapeDtypeStruct((), np.int32)
 _MASK = jax.ShapeDtypeStruct((), np.bool_)
 
+# `jax.vmap` or `_sequential`: from a function of one group, and the axes of its
+# arguments, to a function of a batch.
+OverGroups: TypeAlias = Callable[..., Callable[..., list[Array]]]
+
 
 class Exporter:
     """The export of one stage by `jax.export`, as one function or two.
@@ -43,11 +48,8 @@ class Exporter:
     the exported functions take them as their first arguments, so that the code does not
     hold them. Smaller constants are part of the code.
 
-    Args:
-      stage: The stage, a server stage or a local stage; it has outputs.
-      location: Round and stage in the plan, for errors: `round 1, groups`.
-      origin: The versions and platforms of the export: the dict that `origin_of`
-        returns.
+    The stage has outputs. `location` is its round and kind, for errors:
+    `round 1, groups`. `origin` is the dict that `origin_of` returns.
     """
 
     def __init__(self, stage: Stage, location: str, origin: dict[str, Any]):
@@ -64,14 +66,7 @@ class Exporter:
         self._types = [raw_type(v) for v in stage.inputs]
 
     def server(self) -> ExportedStage:
-        """Export the stage, a server stage, as one StableHLO function.
-
-        Returns:
-          An `ExportedStage` whose `batched` is None, as a server stage has no groups.
-
-        Raises:
-          PlanFileError: JAX cannot export the stage.
-        """
+        """Export the stage, a server stage, as one StableHLO function."""
         return self._exported_stage(*self._export("one", self._per_group, self._types))
 
     def local(
@@ -82,22 +77,11 @@ class Exporter:
     ) -> ExportedStage:
         """Export the stage, a local stage, as two functions: per group, and batched.
 
-        The batched function works on b groups at once, for any number b. If JAX cannot
-        batch the work for an unknown b, or if random bits would depend on the batch,
-        the groups of a batch run one after another in it.
-
-        Args:
-          reduces: The reductions of which the batched function returns partial
-            reductions over its groups.
-          kept: The outputs of the stage that the batched function returns as slices.
-          folds: The folds of which the batched function returns states, each folded
-            over its groups.
-
-        Returns:
-          The `ExportedStage`.
-
-        Raises:
-          PlanFileError: JAX cannot export the stage, or it calls back into Python.
+        The batched function works on b groups at once, for any number b. It returns
+        partial reductions of `reduces` over its groups, and states of `folds`, each
+        folded over its groups, and `kept`, outputs of the stage, as slices. If JAX
+        cannot batch the work for an unknown b, or if random bits would depend on the
+        batch, the groups of a batch run one after another in it.
         """
         one, calls = self._export("one", self._per_group, [_GROUP, *self._types])
         (b,) = export.symbolic_shape("b")
@@ -107,7 +91,7 @@ class Exporter:
             for value, t in zip(self.stage.inputs, self._types, strict=True)
         ]
 
-        def batch(over_groups: Callable):
+        def batch(over_groups: OverGroups) -> tuple[ExportedFunction, set[str]]:
             fn = self._batched(reduces, kept, folds, over_groups)
             return self._export("batch", fn, types)
 
@@ -128,34 +112,25 @@ class Exporter:
         one: ExportedFunction,
         calls: set[str],
         batch: ExportedFunction | None = None,
-        sequential=False,
+        sequential: bool = False,
     ) -> ExportedStage:
         """Make the `ExportedStage` from exported functions, with jaxpr and constants.
 
-        Args:
-          one: The function of the server or of one group.
-          calls: The names of the custom calls in the code of `one` and `batch`.
-          batch: The function of a batch of groups; None for a server stage.
-          sequential: Whether the groups of a batch run one after another.
+        `one` is the function of the server or of one group, and `batch` that of a batch
+        of groups. `calls` are the names of the custom calls in the code of both.
+        `sequential`: the groups of a batch run one after another.
         """
         # Addresses of functions differ between processes; equal plans have equal files.
         text = re.sub(r" at 0x[0-9a-f]+", "", str(self.stage.jaxpr))
         consts, calls_ = tuple(self._consts), tuple(sorted(calls))
         return ExportedStage(one, batch, sequential, text, consts, calls_, self.origin)
 
-    def _per_group(self, *args):
-        """Evaluate the stage for the server or for one group.
+    def _per_group(self, *args: Array) -> list[Array]:
+        """Run the stage: the function that is exported, of the server or of one group.
 
-        This is the function that is exported.
-
-        Args:
-          *args: First the hoisted constants, which are random keys and arrays of 1 kB
-            or more; then, for a local stage, the group index, int32 `[]`; then the
-            inputs of the stage, one slice of each partitioned value. Random keys are
-            raw key data.
-
-        Returns:
-          The list of the stage's outputs, with random keys as raw key data.
+        It takes first the hoisted constants; then, for a local stage, the group index,
+        int32 `[]`; then the inputs of the stage, one slice of each partitioned value.
+        Random keys are raw key data, also in the outputs.
         """
         count, values = len(self._hoisted), list(self._values)
         for i, x in zip(self._hoisted, args[:count], strict=True):
@@ -172,38 +147,31 @@ class Exporter:
         reduces: Sequence[Reduce],
         kept: Sequence[Value],
         folds: Sequence[Fold],
-        over_groups: Callable,
-    ) -> Callable:
+        over_groups: OverGroups,
+    ) -> Callable[..., list[Array]]:
         """Make the function of b groups that is to be exported, for any b.
 
-        Args:
-          reduces: The reductions of which it returns partial reductions.
-          kept: The outputs of the stage that it returns as slices.
-          folds: The folds of which it returns states.
-          over_groups: `over_groups(fn, in_axes)` maps `fn` over the groups, that is,
-            over axis 0 of those arguments whose entry of `in_axes` is 0: `jax.vmap`, or
-            `_sequential`.
+        `over_groups(fn, in_axes)` maps `fn` over the groups, that is, over axis 0 of
+        those arguments whose entry of `in_axes` is 0: `jax.vmap`, or `_sequential`.
 
-        Returns:
-          A function from `(*consts, mask, groups, *inputs)` to the list
-          `[*partials, *states, *slices]`. It takes:
+        The function goes from `(*consts, mask, groups, *inputs)` to the list
+        `[*partials, *states, *slices]`. It takes:
 
-          * `consts`: The hoisted constants of the stage: its random keys and its arrays
-            of 1 kB or more.
-          * `mask`: Bool `[b]`, which of the groups take part in reductions and folds.
-          * `groups`: The group indices, int32 `[b]`.
-          * `inputs`: The inputs of the stage: slices `[b, ...]` of partitioned values,
-            and global values.
+        * `consts`: The hoisted constants of the stage.
+        * `mask`: Bool `[b]`, which of the groups take part in reductions and folds.
+        * `groups`: The group indices, int32 `[b]`.
+        * `inputs`: The inputs of the stage: slices `[b, *s]` of partitioned values, and
+          global values.
 
-          It returns:
+        It returns:
 
-          * `partials`: For each of `reduces` the partial reduction over those groups
-            whose mask is true.
-          * `states`: For each of `folds` the leaves of the state of those groups,
-            folded in the order of the batch; without meaning if no mask is true.
-          * `slices`: Of each of `kept` the slices of all b groups, `[b, ...]`. Also
-            groups whose mask is false are computed, from their indices and inputs, and
-            have their slices.
+        * `partials`: For each of `reduces` the partial reduction over those groups
+          whose mask is true.
+        * `states`: For each of `folds` the leaves of the state of those groups, folded
+          in the order of the batch; without meaning if no mask is true.
+        * `slices`: Of each of `kept` the slices of all b groups, `[b, *s]`. Also groups
+          whose mask is false are computed, from their indices and inputs, and have
+          their slices.
         """
         names = [v.name for v in self.stage.outputs]
         sources = [names.index(r.source.name) for r in reduces]
@@ -213,7 +181,7 @@ class Exporter:
         axes = [None] * count + [0]
         axes += [0 if v.partitioned else None for v in self.stage.inputs]
 
-        def batch(*args):
+        def batch(*args: Array) -> list[Array]:
             mask, others = args[count], [*args[:count], *args[count + 1 :]]
             outs = over_groups(self._per_group, axes)(*others)
             partials = []
@@ -229,24 +197,19 @@ class Exporter:
         return batch
 
     def _export(
-        self, name: str, fn: Callable, types: list
+        self,
+        name: str,
+        fn: Callable[..., list[Array]],
+        types: Sequence[jax.ShapeDtypeStruct],
     ) -> tuple[ExportedFunction, set[str]]:
         """Export a function for all of `PLATFORMS`.
 
-        Args:
-          name: The name of the function in the StableHLO.
-          fn: The function to export. It takes the hoisted constants first.
-          types: The types of its other arguments, a list of `jax.ShapeDtypeStruct`s;
-            random keys have the type of raw key data.
-
-        Returns:
-          `(exported function, names of the custom calls in its code)`.
-
-        Raises:
-          PlanFileError: JAX cannot export it for all of `PLATFORMS`.
+        `name` is the name of the function in the StableHLO. It takes the hoisted
+        constants first, and then arguments of these types; random keys have the type of
+        raw key data. The second result is the names of the custom calls in its code.
         """
 
-        def run(*args):
+        def run(*args: Array) -> list[Array]:
             return fn(*args)
 
         # jit names the exported function by it; all would be called `run` otherwise.
@@ -271,22 +234,18 @@ class Exporter:
         return ExportedFunction(*data, self.location), custom_calls_in(data[1])
 
 
-def _sequential(fn: Callable, axes: list) -> Callable:
+def _sequential(
+    fn: Callable[..., list[Array]], axes: list[int | None]
+) -> Callable[..., list[Array]]:
     """Map `fn` over groups one after another, by `lax.map`, in place of `jax.vmap`.
 
-    Args:
-      fn: A function of one group, from arrays to a list of arrays.
-      axes: For each argument of `fn` 0 if each group has its own, or None if it is
-        global.
-
-    Returns:
-      A function of the same number of arguments: it takes arrays `[b, ...]`, with a
-      slice for each of b groups, in place of those with axis 0. It returns the list of
-      results, each stacked to `[b, ...]`.
+    `axes` has for each argument of `fn`, a function of one group, 0 if each group has
+    its own, or None if it is global. The result takes arrays `[b, *s]` in place of
+    those with axis 0, and stacks each of its results to `[b, *s]`.
     """
 
-    def run(*args):
-        def one(slices):
+    def run(*args: Array) -> list[Array]:
+        def one(slices: Iterable[Array]) -> list[Array]:
             slices = iter(slices)
             return fn(
                 *(
@@ -302,28 +261,26 @@ def _sequential(fn: Callable, axes: list) -> Callable:
     return run
 
 
-def _folded(fold: Fold, consts: list, states: list, mask) -> list:
+def _folded(
+    fold: Fold, consts: list[Array], states: list[Array], mask: Array
+) -> list[Array]:
     """Fold the states of a batch of groups one after another, without masked ones.
 
-    Args:
-      fold: The fold; its function may be exported already.
-      consts: The arrays that the function closes over.
-      states: The leaves of the b groups' states, `[b, *s]`; random keys are raw key
-        data.
-      mask: Bool `[b]`; groups for which it is false are left out.
-
-    Returns:
-      The leaves of the combined state, `[*s]`; random keys are raw key data. If no mask
-      is true, they have no meaning.
+    `consts` are the arrays that the function closes over. `states` are the leaves of
+    the b groups' states, `[b, *s]`, and the result is those of the combined state,
+    `[*s]`; in both, random keys are raw key data. `mask` is bool `[b]`: if none is
+    true, the result has no meaning.
     """
     stage = fold.combine
 
-    def combine(left, right):
+    def combine(left: list[Array], right: list[Array]) -> list[Array]:
         args = [*consts, *left, *right]
         args = [from_raw(x, v.dtype) for x, v in zip(args, stage.inputs, strict=True)]
         return list(map(to_raw, evaluate(stage.jaxpr, args)))
 
-    def step(carry, x):
+    def step(
+        carry: tuple[list[Array], Array], x: Sequence[Array]
+    ) -> tuple[tuple[list[Array], Array], None]:
         total, started = carry
         *new, real = x
         # Masked slots hold copies of states, so that no other ones are combined.
@@ -337,17 +294,11 @@ def _folded(fold: Fold, consts: list, states: list, mask) -> list:
     return total
 
 
-def _masked(op: ReduceOp, x, mask):
+def _masked(op: ReduceOp, x: Array, mask: Array) -> Array:
     """Replace the slices of masked groups, so that they do not change a reduction.
 
-    Args:
-      op: The reduction.
-      x: The slices of b groups, `[b, *s]`.
-      mask: Bool `[b]`; slices for which it is false become the identity of the
-        reduction, such as 0 for a sum.
-
-    Returns:
-      An array `[b, *s]` of the dtype of `x`.
+    Of the slices `x`, `[b, *s]`, those for which `mask`, bool `[b]`, is false become
+    the identity of the reduction, such as 0 for a sum.
     """
     chosen = lax.broadcast_in_dim(mask, x.shape, (0,))
     # Not a product with the mask: 0 * NaN is NaN.

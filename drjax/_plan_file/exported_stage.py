@@ -21,12 +21,13 @@ without a JAX that reads it. Constants of the stage are arguments, not part of t
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 from jax import export
 
+from drjax._compat.types import Array
 from drjax._errors import PlanFileError
 from drjax._jaxprs.prng_keys import from_raw, to_raw
 from drjax._plan_file.custom_calls import custom_calls_in
@@ -42,8 +43,8 @@ class ExportedFunction:
     Attributes:
       exported: The bytes of `jax.export.Exported.serialize`.
       stablehlo: The bytes of its StableHLO, a portable artifact.
-      source: The name that errors give it: its location in a plan, as `round 1,
-        groups`, or its member in a file.
+      source: The name that errors give it: its location in a plan, as
+        `round 1, groups`, or its member in a file.
     """
 
     exported: bytes
@@ -51,16 +52,13 @@ class ExportedFunction:
     source: str
 
     @functools.cached_property
-    def call(self) -> Callable[..., list]:
+    def call(self) -> Callable[..., list[Array]]:
         """The function, to be called, also under `jax.jit`, but not to be transformed.
 
         It takes arrays, with random keys as raw key data, and returns a list of arrays.
-        The bytes are deserialized when the property is first read.
-
-        Raises:
-          PlanFileError: This JAX cannot read the bytes. A call raises it, too, under
-            `jax.vmap`, `jax.jvp` or `jax.grad`, as JAX cannot transform exported
-            functions.
+        Under `jax.vmap`, `jax.jvp` or `jax.grad` a call raises `PlanFileError`, as JAX
+        cannot transform exported functions; so does the property if this JAX cannot
+        read the bytes.
         """
         # JAX would raise errors of its own that name no fix. Reverse mode begins with a
         # jvp, so that one rule refuses both modes.
@@ -73,30 +71,20 @@ class ExportedFunction:
 
     @property
     def function(self) -> export.Exported:
-        """The function as a `jax.export.Exported`, deserialized at the first use.
-
-        Raises:
-          PlanFileError: This version of JAX cannot read the bytes.
-        """
+        """The function as a `jax.export.Exported`, deserialized at the first use."""
         return self._read[0]
 
     @property
     def custom_calls(self) -> set[str]:
-        """The names of the custom calls in the code of the function.
-
-        Raises:
-          PlanFileError: This version of JAX cannot read the bytes.
-        """
+        """The names of the custom calls in the code, which is deserialized first."""
         return self._read[1]
 
     @functools.cached_property
     def _read(self) -> tuple[export.Exported, set[str]]:
         """The deserialized function, and the names of the custom calls in its code.
 
-        The bytes are deserialized when the property is first read.
-
-        Raises:
-          PlanFileError: This version of JAX cannot read the bytes.
+        The bytes are deserialized when the property is first read. `PlanFileError`:
+        this version of JAX cannot read them.
         """
         try:
             function = export.deserialize(bytearray(self.exported))
@@ -111,18 +99,13 @@ class ExportedFunction:
             ) from error
 
 
-def _refusal(source: str) -> Callable:
+def _refusal(source: str) -> Callable[..., NoReturn]:
     """Make a rule for `custom_vmap` and `custom_jvp` that raises `PlanFileError`.
 
-    Args:
-      source: The name of the exported function in the error.
-
-    Returns:
-      A function that takes any arguments and always raises: an exported function can
-      be neither differentiated nor vmapped.
+    `source` is the name of the exported function in the error.
     """
 
-    def refuse(*_):
+    def refuse(*_: Any) -> NoReturn:
         raise PlanFileError(
             f"{source} is compiled: it can be run, but neither differentiated nor "
             "vmapped. Plan jax.grad(f) or jax.vmap(f) where the program f is, and save "
@@ -164,43 +147,41 @@ class ExportedStage:
 
 
 def exported_of(stage: Stage) -> ExportedStage:
-    """Return the exported functions of a stage, `stage.exported`.
+    """Return the exported functions of a stage, which is asserted to have them.
 
-    It is asserted that it has them. It has none in a plan that was neither exported nor
-    loaded from a file, and if the stage has no outputs.
+    It has none in a plan that was neither exported nor loaded from a file, and if the
+    stage has no outputs.
     """
     assert isinstance(stage.exported, ExportedStage), stage.name
     return stage.exported
 
 
 def batched_of(stage: Stage) -> ExportedFunction:
-    """Return the batched function of a local stage that has exported functions.
-
-    The stage is of a plan that was exported or loaded from a file; this is asserted.
-    """
+    """Return the batched function of a local stage, which is asserted to have one."""
     batched = exported_of(stage).batched
     assert batched is not None, stage.name
     return batched
 
 
-def run_batched(stage: Stage, kept: Sequence[Value], mask, groups, inputs):
+def run_batched(
+    stage: Stage,
+    kept: Sequence[Value],
+    mask: Array,
+    groups: Array,
+    inputs: Sequence[Array],
+) -> tuple[list[Array], list[Array]]:
     """Run the batched function of an exported local stage on b groups.
 
-    Args:
-      stage: The stage.
-      kept: The outputs of the stage that the function returns as slices, in their
-        order: those that were chosen when the stage was exported.
-      mask: Which of the groups take part in reductions and folds, bool `[b]`.
-      groups: The group indices, int32 `[b]`.
-      inputs: The inputs of the stage, in order: slices `[b, ...]` of partitioned
-        values, and global values.
+    `kept` are the outputs of the stage that the function returns as slices, in their
+    order: those that were chosen when the stage was exported. `mask`, bool `[b]`, tells
+    which of the groups take part in reductions and folds. `groups` are the group
+    indices, int32 `[b]`, and `inputs` slices `[b, *s]` of partitioned values, and
+    global values.
 
-    Returns:
-      `(partials, slices)`, two lists of arrays. `partials` has, over the groups whose
-      mask is true, the partial reduction for each reduction of the round except
-      gathers, and then the leaves of the folded state for each fold; in these, random
-      keys are raw key data. `slices` has for each of `kept` the slices of all b groups,
-      `[b, ...]`.
+    The result is `(partials, slices)`. `partials` has, over the groups whose mask is
+    true, the partial reduction for each reduction of the round except gathers, and then
+    the leaves of the folded state for each fold; in these, random keys are raw key
+    data. `slices` has for each of `kept` the slices of all b groups, `[b, *s]`.
     """
     raw = map(to_raw, inputs)
     outs = batched_of(stage).call(*exported_of(stage).consts, mask, groups, *raw)

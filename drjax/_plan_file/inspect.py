@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
@@ -18,16 +19,8 @@ from drjax.plan import Plan
 def inspect(path: str | os.PathLike[str]) -> tuple[Plan, str]:
     """Read a plan file without reading any code of its stages.
 
-    Args:
-      path: The file: a path, or a URL of any file system that fsspec knows.
-
-    Returns:
-      `(plan, report)`: the plan, which can be printed and drawn but not run, and a text
-      with the plan, its communication, its stages, and the versions that wrote it.
-
-    Raises:
-      PlanFileError: The file is damaged, or changed, or of another version.
-      OSError: The file cannot be opened.
+    The plan can be printed and drawn but not run. The text has the plan, its
+    communication, its stages, and the versions that wrote it.
     """
     try:
         location = _storage.locate(path)
@@ -46,12 +39,8 @@ def inspect(path: str | os.PathLike[str]) -> tuple[Plan, str]:
     return plan, "\n".join(lines)
 
 
-def _origin(manifest: dict) -> Iterator[str]:
-    """Yield the lines of the report on the software that wrote a file.
-
-    Args:
-      manifest: The manifest of the file, as JSON data that was checked.
-    """
+def _origin(manifest: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of the report on the software that wrote a file."""
     producer = manifest["producer"]
     yield f"format {container.VERSION}, written by " + ", ".join(
         f"{name} {version}" for name, version in producer.items()

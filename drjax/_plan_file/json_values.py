@@ -5,31 +5,33 @@ of the function says; anything else is a `ValueError`, which `decode` converts t
 `PlanFileError`.
 """
 
-from typing import Any
+from typing import Any, TypeAlias
+
+Json: TypeAlias = Any  # a value as `json.loads` returns it, which is not trusted
 
 
-def text(x: Any) -> str:
+def text(x: Json) -> str:
     """Return `x` if it is a printable string; raise `ValueError` if not."""
     if not isinstance(x, str) or not x.isprintable():  # as it goes to a terminal
         raise ValueError(f"{x!r:.60} is not a text")
     return x
 
 
-def items(x: Any) -> list:
+def items(x: Json) -> list[Json]:
     """Return `x` if it is a list; raise `ValueError` if not."""
     if not isinstance(x, list):
         raise ValueError(f"{str(x)[:60]} is not a list")
     return x
 
 
-def count(x: Any) -> int:
+def count(x: Json) -> int:
     """Return `x` if it is a nonnegative `int`, no bool; raise `ValueError` if not."""
     if type(x) is not int or x < 0:
         raise ValueError(f"{str(x)[:60]} is not a count")
     return x
 
 
-def one_of(known: tuple[str, ...], x: Any) -> str:
+def one_of(known: tuple[str, ...], x: Json) -> str:
     """Return `x` if it is among the names `known`; raise `ValueError` if not."""
     if x not in known:
         raise ValueError(f"{str(x)[:60]} is none of {', '.join(known)}")

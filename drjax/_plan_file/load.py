@@ -68,19 +68,10 @@ def plan_from_bytes(
 ) -> Plan:
     """Load a plan from a file, or from its bytes, as engines send plans to workers.
 
-    Args:
-      path: A `Path`, or the URL as text. If `data` is passed, only errors use it.
-      data: The bytes of the file; None: the file at `path` is opened.
-      custom_calls: Names of code outside of the file that its stages may call in
-        addition to drjax's own list, `custom_calls.ALLOWED`. None allows all, for bytes
-        that this process wrote.
-
-    Raises:
-      PlanFileError: The file is damaged, or changed, or of another version; or makes
-        custom calls that are not allowed; or holds 64-bit values and jax_enable_x64 is
-        off; or this JAX cannot read its code.
-      OSError: The file cannot be opened.
-      DrjaxTypeError: `custom_calls` is a string and not a list.
+    If `data`, the bytes of the file, is passed, only errors use `path`. `custom_calls`
+    are names of code outside of the file that its stages may call in addition to
+    drjax's own list, `custom_calls.ALLOWED`. None allows all, for bytes that this
+    process wrote. Errors are those of `load_plan`.
     """
     # A string is a collection, too: its letters would be the names.
     if isinstance(custom_calls, str):

@@ -13,16 +13,19 @@ what comes back of a record is a namedtuple of the same name and fields.
 import collections
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
+from drjax._compat.types import PyTree
 from drjax._error_texts import brief, listed
 from drjax._errors import PlanFileError
+from drjax._plan_file.json_values import Json
 
+Structure: TypeAlias = Any  # a `PyTreeDef`, or a `Tree`
 Node = Any
 _KEYS = (str, int, float, bool)
 
@@ -31,9 +34,7 @@ _KEYS = (str, int, float, bool)
 class Tree:
     """The structure of a pytree, in place of a `PyTreeDef`, for plans from files.
 
-    Attributes:
-      node: The description of the pytree as nested JSON data, such as
-        `{"list": ["leaf", {"dict": [["w", "leaf"]]}]}`.
+    `node` describes it, such as `{"list": ["leaf", {"dict": [["w", "leaf"]]}]}`.
     """
 
     node: Node
@@ -43,7 +44,7 @@ class Tree:
         """The number of leaves."""
         return _leaves(self.node)
 
-    def unflatten(self, leaves) -> Any:
+    def unflatten(self, leaves: Iterable[Any]) -> PyTree:
         """Build the pytree from its leaves, in order.
 
         Instances of classes become namedtuples with the same name and fields.
@@ -54,7 +55,7 @@ class Tree:
         """Iterate over the paths of all leaves, as text of `jax.tree_util.keystr`."""
         return _paths(self.node, "")
 
-    def __eq__(self, other) -> bool:
+    def __eq__(self, other: Any) -> bool:
         """Return whether `other`, a `Tree` or a `PyTreeDef`, has the same description.
 
         False if `other` cannot be described without its class.
@@ -68,18 +69,10 @@ class Tree:
         return str(self.unflatten(["*"] * self.num_leaves)).replace("'*'", "*")
 
 
-def describe(tree: Any) -> Node:
+def describe(tree: Structure) -> Node:
     """Describe the structure of a pytree as nested JSON data, without its classes.
 
-    A node is `"leaf"`, `"none"`, or an object with one key: `{"tuple": [node, ...]}`,
-    `{"list": [node, ...]}`, `{"dict": [[key, node], ...]}`, or for a namedtuple or a
-    registered class `{"record": [name, [[field, node], ...]]}`.
-
-    Args:
-      tree: A `Tree` or a `PyTreeDef`.
-
-    Raises:
-      PlanFileError: A node cannot be described without its class.
+    `PlanFileError`: a node cannot be described without its class.
     """
     if isinstance(tree, Tree):
         return tree.node
@@ -87,16 +80,11 @@ def describe(tree: Any) -> Node:
     return _describe(tree.unflatten(range(tree.num_leaves)))
 
 
-def mismatch(tree: Any, node: Node) -> str | None:
-    """Compare the structure of a group's data with that of the plan.
+def mismatch(tree: Structure, node: Node) -> str | None:
+    """Compare the structure of a group's data with that of the plan, `node`.
 
-    Args:
-      tree: The structure of the data, a `PyTreeDef`.
-      node: The description of the planned structure.
-
-    Returns:
-      None if the data has the planned structure; else a text with both, and with the
-      keys that differ if both are dicts.
+    None: they are equal. Else the text has both, and the keys that differ if both are
+    dicts.
     """
     planned = Tree(node)
     if planned == tree:
@@ -144,20 +132,10 @@ def _fixes(actual: Node, planned: Node, path: str) -> Iterator[str]:
                 yield from _fixes(a, b, f"{path}[{i}]")
 
 
-def _describe(x: Any) -> Node:
-    """Describe the structure of a pytree as nested JSON data, without its classes.
+def _describe(x: PyTree) -> Node:
+    """Describe the structure of a pytree, whose leaves may be any objects.
 
-    Args:
-      x: The pytree itself; its leaves may be any objects.
-
-    Returns:
-      The description: `"leaf"`, `"none"`, or an object with one key, whose value has
-      the descriptions of the children: `{"tuple": [...]}`, `{"list": [...]}`,
-      `{"dict": [[key, description], ...]}`, or for a namedtuple or a registered class
-      `{"record": [name, [[field, description], ...]]}`.
-
-    Raises:
-      PlanFileError: A node cannot be described without its class.
+    `PlanFileError`: a node cannot be described without its class.
     """
     if x is None:
         return "none"
@@ -197,14 +175,11 @@ def _describe(x: Any) -> Node:
     )
 
 
-def _key(key: Any) -> Any:
+def _key(key: Any) -> str | int | float | bool:
     """Return a dict's key if it comes back from JSON equal and of the same type.
 
-    Such keys are exactly of type `str`, `int`, `float` (finite) or `bool`.
-
-    Raises:
-      PlanFileError: It is None, of a subclass, such as `np.float64` or an enum, or of
-        any other type.
+    Others are refused: None, one of a subclass, such as `np.float64` or an enum, or one
+    of any other type than `_KEYS`.
     """
     if _is_key(key):
         return key
@@ -214,7 +189,7 @@ def _key(key: Any) -> Any:
     )
 
 
-def _is_key(key: Any) -> bool:
+def _is_key(key: object) -> bool:
     """Return whether JSON can hold `key`, a key of a dict, and give it back unchanged.
 
     Such keys are exactly of type `str`, `int`, `float` (finite) or `bool`.
@@ -229,24 +204,15 @@ def _record(name: str, fields: tuple[str, ...]) -> type:
     """Make the namedtuple class that stands for a class of the saved pytree; cached.
 
     Equal arguments give the same class, as JAX compares the nodes of pytrees by class.
-
-    Args:
-      name: The name of the class.
-      fields: The names of its fields.
-
-    Raises:
-      ValueError: A namedtuple cannot have that name or these fields.
+    `ValueError`: a namedtuple cannot have that name or these fields.
     """
     return collections.namedtuple(name, fields)
 
 
 def _children(node: Node) -> list[tuple[str, Node]]:
-    """List the children of a node of a description, as `(key, description)` pairs.
+    """List the children of a container, neither a leaf nor none, with their keys.
 
     Keys are text, as in the paths of leaves: `.field`, `['key']` or `[0]`.
-
-    Args:
-      node: The description of a container: neither `"leaf"` nor `"none"`.
     """
     [(kind, parts)] = node.items()
     if kind == "record":
@@ -264,12 +230,7 @@ def _leaves(node: Node) -> int:
 
 
 def _paths(node: Node, path: str) -> Iterator[str]:
-    """Yield the path of each leaf of the pytree that `node` describes, as text.
-
-    Args:
-      node: The description of the pytree.
-      path: The path of its root, with which all paths begin.
-    """
+    """Yield the path of each leaf of `node` as text, after `path`, that of its root."""
     if node == "leaf":
         yield path
     elif node != "none":
@@ -277,13 +238,8 @@ def _paths(node: Node, path: str) -> Iterator[str]:
             yield from _paths(child, path + key)
 
 
-def _unflatten(node: Node, leaves: Iterator) -> Any:
-    """Build the pytree that `node` describes.
-
-    Args:
-      node: The description of the pytree.
-      leaves: An iterator over its leaves, in order; one is taken for each leaf.
-    """
+def _unflatten(node: Node, leaves: Iterator[Any]) -> PyTree:
+    """Build the pytree that `node` describes, from its leaves in order."""
     if node == "leaf":
         return next(leaves)
     if node == "none":
@@ -297,22 +253,13 @@ def _unflatten(node: Node, leaves: Iterator) -> Any:
     return parts if kind == "list" else tuple(parts)
 
 
-def validate(node: Any, depth: int = 0) -> Node:
+def validate(node: Json, depth: int = 0) -> Node:
     """Check the description of a pytree that was read from a file, and return it.
 
-    The description is nested JSON data: `"leaf"`, `"none"`, or an object with one key,
-    `tuple`, `list`, `dict` or `record`.
-
-    Args:
-      node: The description, which is not trusted: it may be any JSON value.
-      depth: The number of nodes around this one. A description may be nested 200 deep.
-
-    Returns:
-      `node` itself, unchanged.
-
-    Raises:
-      ValueError, TypeError: It describes no pytree. Callers must catch both: a child of
-        a wrong JSON type, such as a number in place of a list, may raise either.
+    It is not trusted: it may be any JSON value. `depth` is the number of nodes around
+    it; a description may be nested 200 deep. Callers must catch `ValueError` and
+    `TypeError`: a child of a wrong JSON type, such as a number in place of a list, may
+    raise either.
     """
     if node in ("leaf", "none"):
         return node

@@ -1,6 +1,7 @@
 """`plan.save`: a plan as a file."""
 
 import os
+from collections.abc import Callable
 
 from drjax import _storage
 from drjax._errors import PlanFileError
@@ -14,14 +15,8 @@ from drjax.plan import Plan
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write a plan to a file; the implementation of `Plan.save`.
 
-    Args:
-      plan: The plan.
-      path: A path, or a URL of any file system that fsspec knows.
-
-    Raises:
-      PlanError: The plan has symbolic dimensions.
-      PlanFileError: The plan cannot be exported, or the file cannot be written; an
-        earlier file is unchanged.
+    If the plan cannot be exported, or the file cannot be written, an earlier file is
+    unchanged.
     """
     # All of it first: a plan that cannot be exported leaves an earlier file unchanged.
     data = plan_to_bytes(plan)
@@ -38,18 +33,12 @@ def plan_to_bytes(plan: Plan) -> bytes:
     """Export a plan and serialize it: return the bytes of a plan file.
 
     Stages that are exported already are written as they are.
-
-    Raises:
-      PlanError: The plan has symbolic dimensions.
-      PlanFileError: A stage calls back into Python, or JAX cannot export it; or a
-        pytree of the plan cannot be described without its class; or the manifest is too
-        large.
     """
     manifest, members = encode(export_plan(plan))
     return container.to_bytes(manifest, members)
 
 
-def pickled(plan: Plan) -> tuple:
+def pickled(plan: Plan) -> tuple[Callable[[bytes], Plan], tuple[bytes]]:
     """Return what `Plan.__reduce__` does: a function, and its arguments."""
     return _unpickled, (plan_to_bytes(plan),)
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from drjax import _compat
+from drjax._compat.types import ClosedJaxpr, Eqn, OpenJaxpr
 from drjax._errors import PlanFileError
 from drjax._jaxprs.prng_keys import is_key, key_impl
 from drjax._jaxprs.provenance import source_line
@@ -38,19 +39,11 @@ class StageFeatures:
     sequential: bool
 
 
-def features_of(jaxpr: Any, location: str) -> StageFeatures:
+def features_of(jaxpr: ClosedJaxpr | OpenJaxpr, location: str) -> StageFeatures:
     """Find in the jaxpr of a stage what it needs of the process that loads it.
 
-    Args:
-      jaxpr: The jaxpr of the stage, open or closed.
-      location: Round and stage, for errors: `round 1, groups`.
-
-    Returns:
-      Whether it has 64-bit values, which implementations of random keys it uses, and
-      whether the groups of a batch must run one after another.
-
-    Raises:
-      PlanFileError: The stage calls back into Python.
+    `location` is its round and kind, for errors: `round 1, groups`. `PlanFileError`:
+    the stage calls back into Python.
     """
     dtypes, names, changes_size = set(), set(), False
     for x in _inside(jaxpr):
@@ -76,7 +69,7 @@ def merge(features: Iterable[StageFeatures]) -> StageFeatures:
     )
 
 
-def _inside(jaxpr: Any) -> Iterator[Any]:
+def _inside(jaxpr: ClosedJaxpr | OpenJaxpr) -> Iterator[Any]:
     """Yield all equations and variables of a jaxpr, and of those inside it.
 
     The variables are the `constvars` and `invars` of each jaxpr and the `outvars` of
@@ -92,7 +85,7 @@ def _inside(jaxpr: Any) -> Iterator[Any]:
             yield from _inside(inner)
 
 
-def _changes_item_size(eqn: Any) -> bool:
+def _changes_item_size(eqn: Eqn) -> bool:
     """Return whether an equation is a bitcast to a dtype of another item size.
 
     Its result has one more or one less dimension. StableHLO cannot refine the shape of
@@ -104,15 +97,8 @@ def _changes_item_size(eqn: Any) -> bool:
     return len(eqn.invars[0].aval.shape) != len(eqn.outvars[0].aval.shape)
 
 
-def _check(eqn: Any, location: str) -> None:
-    """Raise `PlanFileError` if an equation calls back into Python.
-
-    A file cannot hold the callback.
-
-    Args:
-      eqn: The equation of a jaxpr.
-      location: Round and stage, for errors: `round 1, groups`.
-    """
+def _check(eqn: Eqn, location: str) -> None:
+    """Raise `PlanFileError` if an equation calls back into Python, as no file can."""
     name = eqn.primitive.name
     # `jax.debug.print` has a primitive of its own, which is no callback by name.
     if "callback" in name or name == "debug_print":

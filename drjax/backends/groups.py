@@ -262,7 +262,9 @@ class Source:
     `pytrees.Tree`.
     """
 
-    def __init__(self, groups: Groups, tree: Any, values: list[Value], n: int):
+    def __init__(
+        self, groups: Groups, tree: pytrees.Structure, values: list[Value], n: int
+    ):
         self.groups, self.values, self.n = groups, values, n
         self.wide = any(value.dtype in WIDE for value in values)
         # Bounds are known without data, so that a wrong number of groups fails early.
