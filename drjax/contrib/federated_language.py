@@ -15,12 +15,13 @@ import functools
 import importlib
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from jax import export
 
+from drjax._compat.types import Array, PyTree
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._jaxprs.prng_keys import raw_type
 from drjax._plan_file.custom_calls import parsed_module
@@ -29,6 +30,11 @@ from drjax._plan_file.load import plan_from_bytes
 from drjax._plan_file.save import plan_to_bytes
 from drjax.backends.engine.extras import needed
 from drjax.plan import Plan, Reduce, Round, Stage, Value
+
+# Of federated-language, which users may lack.
+BuildingBlock: TypeAlias = Any  # a `Lambda` or a `ConcreteComputation`
+TypeSignature: TypeAlias = Any
+Operand: TypeAlias = Any  # stands for a value of the plan in the computation
 
 
 def export_federated_language(plan: Plan, platform: str = "cpu") -> Any:
@@ -68,20 +74,11 @@ def export_federated_language(plan: Plan, platform: str = "cpu") -> Any:
 
 
 class _Export:
-    """The export of one plan as a computation of federated-language.
+    """The export of one plan as a computation of federated-language, `fl`.
 
-    Args:
-      plan: The plan; its stages are exported if they are not yet.
-      platform: The platform for which stages are lowered: `cpu`, `cuda` or `tpu`.
-
-    Attributes:
-      fl: The module `federated_language`.
-      plan: The plan with exported stages, a `Plan`.
-      platform: As given to the constructor.
-
-    Raises:
-      EngineError: federated-language is not installed.
-      DrjaxValueError: The plan has loops, gathers or scatters.
+    The stages of the plan are exported if they are not yet. `platform`, for which they
+    are lowered, is `cpu`, `cuda` or `tpu`. The plan may have no loops, gathers or
+    scatters.
     """
 
     def __init__(self, plan: Plan, platform: str):
@@ -95,12 +92,8 @@ class _Export:
         for a_round in plan.rounds:
             _check(plan, a_round)
 
-    def computation(self) -> Any:
-        """Build the computation from the plan's inputs to its outputs, by name.
-
-        Returns:
-          A `federated_language.framework.Lambda`.
-        """
+    def computation(self) -> BuildingBlock:
+        """Build the computation from the plan's inputs to its outputs, by name."""
         fl, plan = self.fl, self.plan
         parameters = [(v.name, self._placed(v)) for v in plan.inputs]
         indexed = any(_uses_group_index(r.local) for r in plan.rounds)
@@ -122,17 +115,11 @@ class _Export:
 
         return run.to_building_block()
 
-    def _tensor(self, value: Value) -> Any:
+    def _tensor(self, value: Value) -> TypeSignature:
         """Return the `federated_language.TensorType` of a global value or of one slice.
 
-        Of a partitioned value it is that of one group's slice. Random keys have the
-        type of their raw data.
-
-        Args:
-          value: The value in the plan.
-
-        Raises:
-          DrjaxTypeError: federated-language has no such dtype.
+        Random keys have the type of their raw data. `DrjaxTypeError`:
+        federated-language has no such dtype.
         """
         raw = raw_type(value)
         if not self.fl.is_valid_dtype(raw.dtype.type):
@@ -142,46 +129,26 @@ class _Export:
             )
         return self.fl.TensorType(raw.dtype.type, raw.shape)
 
-    def _placed(self, value: Value) -> Any:
+    def _placed(self, value: Value) -> TypeSignature:
         """Return the `federated_language.FederatedType` of a value, with its placement.
 
         A partitioned value is placed at the clients, a global value at the server.
-
-        Args:
-          value: The value in the plan.
-
-        Raises:
-          DrjaxTypeError: federated-language has no such dtype.
         """
         fl = self.fl
         place = fl.CLIENTS if value.partitioned else fl.SERVER
         return fl.FederatedType(self._tensor(value), place)
 
-    def _reduced(self, reduce: Reduce, values: dict[str, Any]) -> Any:
-        """Add a reduction to the computation that is built, and return its result.
-
-        Args:
-          reduce: The reduction.
-          values: A dict from the name of a value of the plan to the object of
-            federated-language that stands for it in the computation. The source is read
-            from it; the result is not added to it.
-
-        Returns:
-          The object that stands for the result.
-        """
+    def _reduced(self, reduce: Reduce, values: dict[str, Operand]) -> Operand:
+        """Add a reduction to the computation that is built, and return its result."""
         intrinsic = getattr(self.fl, f"federated_{reduce.op}")
         return intrinsic(values[reduce.source.name])
 
-    def _stage(self, stage: Stage, values: dict[str, Any], place: Any) -> None:
+    def _stage(self, stage: Stage, values: dict[str, Operand], place: Any) -> None:
         """Add a stage to the computation that is built, and its outputs to `values`.
 
-        Args:
-          stage: The stage; one without outputs is skipped.
-          values: A dict from the name of a value of the plan to the object of
-            federated-language that stands for it in the computation. The inputs are
-            read from it, and the outputs are added.
-          place: `federated_language.SERVER` for a server stage, or `CLIENTS` for a
-            local stage, to which global inputs are broadcast.
+        One without outputs is skipped. `place` is `federated_language.SERVER` for a
+        server stage, or `CLIENTS` for a local stage, to which global inputs are
+        broadcast.
         """
         if stage.exported is None:
             return
@@ -199,20 +166,13 @@ class _Export:
             results = fl.federated_eval(work, place)
         values.update((v.name, results[i]) for i, v in enumerate(stage.outputs))
 
-    def _work(self, stage: Stage, local: bool) -> Any:
-        """Lower a stage to an `Xla` computation of federated-language.
+    def _work(self, stage: Stage, local: bool) -> BuildingBlock:
+        """Lower an exported stage to an `Xla` computation of federated-language.
 
         It takes a struct of tensors: for a local stage that uses the group index, int32
         `[]` first; then the inputs of the stage, of partitioned values one slice. It
         returns a struct with the outputs of the stage, in order. Its platform is
         `self.platform`.
-
-        Args:
-          stage: A stage that was exported before.
-          local: Whether it is a local stage; if not, it is one of the server.
-
-        Returns:
-          A `federated_language.framework.ConcreteComputation`.
         """
         fl, pb = self.fl, importlib.import_module(_PROTOS)
         protobuf = lambda x: importlib.import_module(f"google.protobuf.{x}_pb2")
@@ -222,7 +182,7 @@ class _Export:
         types = [jax.ShapeDtypeStruct((), np.int32)] if indexed else []
         types += [raw_type(v) for v in stage.inputs]
 
-        def run(*args):
+        def run(*args: Array) -> PyTree:
             operands = args if indexed or not local else (np.int32(0), *args)
             return call(*consts, *operands)
 
@@ -278,11 +238,8 @@ def _uses_argument(code: bytes, from_last: int) -> bool:
     """Return whether the results of StableHLO code may depend on one of its arguments.
 
     They may if an operation takes the argument, in the function `main` or in one to
-    which that passes it. Answers are cached.
-
-    Args:
-      code: A StableHLO portable artifact, in MLIR bytecode.
-      from_last: The position of the argument from the end, 1 for the last.
+    which that passes it. Answers are cached. The code is a portable artifact, in MLIR
+    bytecode. `from_last` is the position of the argument from the end, 1 for the last.
     """
     with parsed_module(code) as module:
         functions = {f.name.value: f for f in module.body.operations}
@@ -294,11 +251,8 @@ def _used(argument: Any, functions: dict[str, Any]) -> bool:
     """Return whether an operation of an MLIR function takes one of its arguments.
 
     A call of another function counts only if that function uses the argument in turn;
-    any other operation always counts, also the return.
-
-    Args:
-      argument: The argument, an `ir.BlockArgument`.
-      functions: All functions of the MLIR module (`func.func`), by name.
+    any other operation always counts, also the return. `functions` has all functions of
+    the MLIR module (`func.func`), by name.
     """
     for use in argument.uses:
         call = use.owner
@@ -313,13 +267,8 @@ def _used(argument: Any, functions: dict[str, Any]) -> bool:
 def _check(plan: Plan, a_round: Round) -> None:
     """Check that federated-language can express a round of a plan.
 
-    Args:
-      plan: The plan, for errors.
-      a_round: The round.
-
-    Raises:
-      DrjaxValueError: The round has a loop, a scatter, a gather, a fold, a move of
-        slices or a secure sum.
+    It cannot if the round has a loop, a scatter, a gather, a fold, a move of slices or
+    a secure sum.
     """
     what = None
     # Work on coordinates is of gathered slices, which are refused below.
