@@ -5,7 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax._src import checkify
+from jax._src import checkify, core
+
+from drjax._compat.types import Array
 
 CheckError = checkify.JaxException  # what a failed check is, as a tree
 CheckEffect: Any = checkify.ErrorEffect  # the kind of such an error: (type, shapes)
@@ -13,21 +15,18 @@ CheckEffect: Any = checkify.ErrorEffect  # the kind of such an error: (type, sha
 _CHECKED = 3 if hasattr(checkify, "CheckifyContext") else 2
 
 
-def register_error_check(primitive, rule: Callable) -> None:
+def register_error_check(
+    primitive: core.Primitive, rule: Callable[..., tuple[checkify.Error, list[Array]]]
+) -> None:
     """Register how `jax.experimental.checkify` checks equations of `primitive`.
 
-    It writes to checkify's global registry. The errors of the equation are merged with
-    those of earlier equations.
-
-    Args:
-      primitive: The primitive.
-      rule: `rule(enabled, *args, **params)`: `enabled` is the set of error classes that
-        checkify looks for, `args` are the operands and `params` the parameters of the
-        equation. It returns `(error, results)`: the `checkify.Error` of this equation
-        alone, and the list of its results.
+    It writes to checkify's global registry. `rule(enabled, *args, **params)` takes the
+    set of error classes that checkify looks for, the operands, and the parameters of
+    the equation. It returns the error of this equation alone, and the list of its
+    results. The error is merged with those of earlier equations.
     """
 
-    def check(*args, **params):
+    def check(*args: Any, **params: Any) -> tuple[checkify.Error, list[Array]]:
         *context, error, enabled = args[:_CHECKED]
         new, outs = rule(enabled, *args[_CHECKED:], **params)
         leaves, tree = jax.tree.flatten(new)
@@ -39,24 +38,21 @@ def register_error_check(primitive, rule: Callable) -> None:
     checkify.error_checks[primitive] = check
 
 
-def error_parts(error) -> tuple[dict, dict, dict, dict]:
+def error_parts(
+    error: checkify.Error,
+) -> tuple[dict, dict, dict, dict]:
     """Split a `checkify.Error` into the four dicts that its constructor takes.
 
-    Args:
-      error: The `checkify.Error`. Its leaves are arrays or tracers.
-
-    Returns:
-      `(happened, codes, trees, leaves)`, in the order of the constructor. Three of them
-      have as keys the `CheckEffect`s of the error, one for each kind of check:
-      `happened` maps a kind to a bool array, whether that check failed; `codes` to an
-      integer array, which identifies the exception; `leaves` to the list of arrays that
-      are the leaves of the exception. `trees` maps such a code, an int, to the
-      `PyTreeDef` of the exception.
+    They are `(happened, codes, trees, leaves)`. Three of them have as keys the
+    `CheckEffect`s of the error, one for each kind of check: `happened` maps a kind to a
+    bool array, whether that check failed; `codes` to an integer array, which identifies
+    the exception; `leaves` to the arrays that are the leaves of the exception. `trees`
+    maps such a code, an int, to the `PyTreeDef` of the exception.
     """
     return error._pred, error._code, error._metadata, error._payload
 
 
-def register_nan_check(primitive) -> None:
+def register_nan_check(primitive: core.Primitive) -> None:
     """Let `checkify.nan_checks` check the results of equations of `primitive`.
 
     It writes to checkify's global registry.

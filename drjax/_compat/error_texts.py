@@ -10,9 +10,8 @@ import re
 def unbound_axis(error: Exception) -> str | None:
     """Return the axis name that an error of JAX reports as unbound, or None.
 
-    Args:
-      error: An error that was raised while tracing. Of a collective over an unknown
-        axis name, JAX raises a `NameError`.
+    JAX raises a `NameError` of this text where a collective over an unknown axis name
+    is traced.
     """
     # The name is any text, and some of JAX's errors end with advice.
     pattern = r"unbound axis name: (.+?)(\. To fix this, please call .*)?$"
@@ -24,9 +23,6 @@ def is_about_a_mesh(error: Exception) -> bool:
     """Return whether an error of JAX is about a mesh: there is none, or the wrong one.
 
     It is judged by the text of the error, as JAX has no class for such errors.
-
-    Args:
-      error: The error.
     """
     # Programs may have meshes of other sorts, so one of JAX's terms is needed, too.
     if isinstance(error, AssertionError):  # two cotangents: one type has axes

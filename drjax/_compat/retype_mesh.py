@@ -9,13 +9,14 @@ replaced by the equations that they stand for, as JAX does at lowering, before t
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from jax._src import core, dtypes
 from jax._src.interpreters import partial_eval as pe
+from jax.sharding import AbstractMesh
 
 from drjax._compat.jax_types import (
     JAXPR_TYPES,
@@ -25,19 +26,19 @@ from drjax._compat.jax_types import (
     weakref_lru_cache,
 )
 from drjax._compat.jaxprs import jaxpr_consts, open_jaxpr
+from drjax._compat.types import Array, Atom, ClosedJaxpr, Eqn, OpenJaxpr
+
+ChangeMesh: TypeAlias = Callable[[AbstractMesh], AbstractMesh]
 
 
 @contextlib.contextmanager
-def spmd_axes(axes: Sequence[str]):
+def spmd_axes(axes: Sequence[str]) -> Iterator[None]:
     """Make a context for tracing code that a `vmap(spmd_axis_name=axes)` will surround.
 
     Under such a vmap, the devices along the mesh axes `axes` work on different batch
     members. So the derivative rule of a `shard_map` over all axes of the mesh must not
-    sum over `axes`; in this context, it does not.
-
-    Args:
-      axes: The names of the mesh axes. They are added to those of a surrounding
-        context.
+    sum over `axes`; in this context, it does not. The axes are added to those of a
+    surrounding context.
     """
     outer = core.trace_ctx.axis_env
     names = _SpmdAxes(outer.spmd_axis_names | set(axes))
@@ -65,69 +66,57 @@ class _SpmdAxes(frozenset):
     empty.
     """
 
-    def __bool__(self):
+    def __bool__(self) -> bool:
         return False
 
-    def __eq__(self, other):
+    def __eq__(self, other: object) -> bool:
         return isinstance(other, _SpmdAxes) and super().__eq__(other)
 
     __hash__ = frozenset.__hash__
 
 
 @weakref_lru_cache
-def with_manual_axes(jaxpr, axes: tuple[str, ...]):
+def with_manual_axes(
+    jaxpr: ClosedJaxpr | OpenJaxpr, axes: tuple[str, ...]
+) -> ClosedJaxpr | OpenJaxpr:
     """Copy a jaxpr as if traced where these mesh axes are Manual: inside a `shard_map`.
 
     Types in the copy are on the mesh with `axes` Manual. A `shard_map` in the jaxpr no
     longer maps over `axes`, as the surrounding `shard_map` will do that. Cached.
-
-    Args:
-      jaxpr: The jaxpr, open or closed.
-      axes: The names of the mesh axes.
     """
     return _Retyped(_manual(axes), lambda manual: manual - set(axes)).jaxpr(jaxpr)
 
 
 @weakref_lru_cache
-def with_whole_shard_maps(jaxpr, axes: tuple[str, ...]):
+def with_whole_shard_maps(
+    jaxpr: ClosedJaxpr | OpenJaxpr, axes: tuple[str, ...]
+) -> ClosedJaxpr | OpenJaxpr:
     """Copy a jaxpr so that each `shard_map` in it also maps over the mesh axes `axes`.
 
     A `vmap(spmd_axis_name=axes)` of the jaxpr needs that. Cached.
-
-    Args:
-      jaxpr: The jaxpr, open or closed.
-      axes: The names of the mesh axes.
     """
     return _Retyped(lambda mesh: mesh, lambda manual: manual | set(axes)).jaxpr(jaxpr)
 
 
 @weakref_lru_cache
-def without_mesh_types(jaxpr):
+def without_mesh_types(jaxpr: ClosedJaxpr | OpenJaxpr) -> ClosedJaxpr | OpenJaxpr:
     """Copy a jaxpr as if traced without any mesh; cached.
 
     Equations of `reshard` and `mesh_cast`, which change only shardings, are removed.
     The copy of a `shard_map` or of a sharding constraint has no mesh, so it cannot be
     lowered.
-
-    Args:
-      jaxpr: The jaxpr, open or closed.
     """
     empty = jax.sharding.AbstractMesh((), ())
     return _Retyped(lambda mesh: empty, lambda manual: manual).jaxpr(jaxpr)
 
 
-def _manual(axes: Sequence[str]) -> Callable:
-    """Make a function that copies an `AbstractMesh` with some of its axes Manual.
+def _manual(axes: Sequence[str]) -> ChangeMesh:
+    """Return a function that copies a mesh with some of its axes Manual.
 
-    Args:
-      axes: The names of the axes.
-
-    Returns:
-      A function from an `AbstractMesh` to an `AbstractMesh`. Names in `axes` that are
-      no axes of the mesh have no effect.
+    Names that are no axes of the mesh have no effect.
     """
 
-    def changed(mesh):
+    def changed(mesh: AbstractMesh) -> AbstractMesh:
         own = [axis for axis in axes if axis in mesh.axis_names]
         kinds = dict.fromkeys(own, jax.sharding.AxisType.Manual)
         return mesh.update_axis_types(kinds) if own else mesh
@@ -135,17 +124,12 @@ def _manual(axes: Sequence[str]) -> Callable:
     return changed
 
 
-def _is_void_constraint(eqn, change_mesh: Callable) -> bool:
+def _is_void_constraint(eqn: Eqn, change_mesh: ChangeMesh) -> bool:
     """Return whether an equation is a sharding constraint that the new mesh voids.
 
     That is so if its sharding is a `NamedSharding` without a memory kind, and all axes
     of the new mesh are Manual. The caller then leaves out the equation, as it has no
     effect, and vmap refuses it.
-
-    Args:
-      eqn: Any equation.
-      change_mesh: A function from the `AbstractMesh` of the sharding to the new mesh,
-        which replaces it.
     """
     if eqn.primitive.name != "sharding_constraint":
         return False
@@ -156,7 +140,7 @@ def _is_void_constraint(eqn, change_mesh: Callable) -> bool:
     return not new.empty and new.are_all_axes_manual
 
 
-def _on_default_device(x):
+def _on_default_device(x: Array) -> Array:
     """Copy an array or typed random keys through the host to the default device.
 
     So a constant loses its sharding, and with that its mesh.
@@ -170,7 +154,10 @@ def _on_default_device(x):
 
 
 def without_high_level(jaxpr: Any) -> Any:
-    """Replace the high-level equations of a closed jaxpr by what they stand for."""
+    """Replace the high-level equations of a closed jaxpr by what they stand for.
+
+    An open jaxpr of an older JAX is returned unchanged.
+    """
     if not isinstance(jaxpr, Jaxpr) or not jaxpr.is_high:
         return jaxpr
     return pe.lower_jaxpr2(jaxpr)
@@ -185,39 +172,30 @@ class _Retyped:
     stay as they are, so a copy is for use after all derivatives have been taken. Each
     variable and jaxpr is copied once, and the copy is recorded.
 
-    Args:
-      mesh: A function from an `AbstractMesh` in the jaxpr to the one that replaces it,
-        the new mesh. It returns its argument if the mesh stays, and an empty mesh if
-        the copy is to have none.
-      shard_map_axes: A function from the set of mesh axes that a `shard_map` equation
-        makes Manual, `newly_manual_axes`, to the set that its copy makes Manual. Axes
-        that it adds are Manual in the inner jaxpr of the copy, too.
+    `mesh` maps a mesh in the jaxpr to the new one: itself if the mesh stays, an empty
+    mesh if the copy is to have none. `shard_map_axes` maps the set of axes that a
+    `shard_map` makes Manual, `newly_manual_axes`, to the set that its copy makes
+    Manual. Axes that it adds are Manual in the inner jaxpr of the copy, too.
     """
 
     _LAYOUT_ONLY = ("reshard", "mesh_cast")
 
-    def __init__(self, mesh: Callable, shard_map_axes: Callable):
+    def __init__(
+        self, mesh: ChangeMesh, shard_map_axes: Callable[[frozenset[str]], Set[str]]
+    ):
         self._mesh, self._shard_map_axes = mesh, shard_map_axes
         self._vars: dict[Any, Any] = {}
         self._known: dict[int, Any] = {}
         self._contexts: dict[Any, Any] = {}
 
-    def jaxpr(self, jaxpr):
-        """Copy a jaxpr, open or closed, with all of its meshes replaced.
-
-        The first call for a jaxpr makes the copy and records it; later calls for the
-        same object return the recorded copy.
-        """
+    def jaxpr(self, jaxpr: ClosedJaxpr | OpenJaxpr) -> ClosedJaxpr | OpenJaxpr:
+        """Return the copy of a jaxpr, open or closed; the same one at each call."""
         if id(jaxpr) not in self._known:
             self._known[id(jaxpr)] = self._copy(jaxpr)
         return self._known[id(jaxpr)]
 
-    def _copy(self, jaxpr):
-        """Copy a jaxpr, open or closed, with its meshes replaced; always a new copy.
-
-        The copies of its variables, and of jaxprs inside it, are recorded; the copy of
-        the jaxpr itself is not: `jaxpr` does that.
-        """
+    def _copy(self, jaxpr: ClosedJaxpr | OpenJaxpr) -> ClosedJaxpr | OpenJaxpr:
+        """Copy a jaxpr, open or closed; `jaxpr` records the copy."""
         jaxpr = without_high_level(jaxpr)
         raw = open_jaxpr(jaxpr)
         changed = raw.replace(
@@ -232,27 +210,17 @@ class _Retyped:
             return changed.with_consts(consts) if consts else changed
         return changed if jaxpr is raw else Jaxpr(changed, consts)
 
-    def _const(self, value):
-        """Return the constant that takes the place of a jaxpr's constant in its copy.
-
-        Args:
-          value: The constant, an array.
-
-        Returns:
-          A copy on the default device if the sharding of `value` has a mesh and the
-          mesh that replaces that is empty; otherwise `value` itself.
-        """
+    def _const(self, value: Any) -> Any:
+        """Return a constant, on the default device if it loses its mesh."""
         mesh = getattr(getattr(value, "sharding", None), "mesh", None)
         if mesh is None or not self._mesh(mesh.abstract_mesh).empty:
             return value
         return _on_default_device(value)
 
-    def _atom(self, atom):
-        """Copy a variable or literal of a jaxpr, with the mesh in its type replaced.
+    def _atom(self, atom: Atom) -> Any:
+        """Return the copy of a variable, the same one at each call, or of a literal.
 
-        The first call for a variable creates its copy and records it; later calls
-        return the same one. The variable of a result without a use, a `DropVar`, is
-        returned unchanged. A literal is copied at each call.
+        A `DropVar`, of a result without a use, is returned unchanged.
         """
         if isinstance(atom, core.Literal):
             return core.Literal(self._literal(atom.val), self._aval(atom.aval))
@@ -263,16 +231,10 @@ class _Retyped:
                 self._vars[atom] = core.Var(self._aval(atom.aval))
         return self._vars[atom]
 
-    def _literal(self, value: Any):
-        """Copy the value of a literal, with the mesh in its type replaced.
+    def _literal(self, value: Any) -> Any:
+        """Copy the value of a literal: a Python or NumPy scalar, or a NumPy array.
 
-        Args:
-          value: The value, a Python or NumPy scalar or a NumPy array. Only NumPy arrays
-            of JAX's own subclass have a type, `.aval`.
-
-        Returns:
-          A copy with the new type; `value` itself if it has no type, or one whose mesh
-          stays.
+        Only NumPy arrays of JAX's own subclass have a type, `.aval`; other values stay.
         """
         known: Any = getattr(value, "aval", None)
         if known is None or not isinstance(value, np.ndarray):
@@ -280,16 +242,11 @@ class _Retyped:
         aval, make = self._aval(known), type(value)
         return value if aval is known else make(np.asarray(value), aval)
 
-    def _aval(self, aval):
+    def _aval(self, aval: Any) -> Any:
         """Copy a type, with the mesh of its sharding replaced.
 
-        Args:
-          aval: The type. Of a mutable array's type, the inner type is replaced.
-
-        Returns:
-          The new type: with the same dimensions sharded, on the mesh that replaces the
-          old one; without a sharding, if that mesh is empty. `aval` itself if it is no
-          `ShapedArray`, or if its mesh stays.
+        The same dimensions are sharded; none, if the new mesh is empty. Of a mutable
+        array's type, the inner type is replaced. Types that are no `ShapedArray` stay.
         """
         inner = getattr(aval, "inner_aval", None)
         if inner is not None:
@@ -304,17 +261,10 @@ class _Retyped:
             return ShapedArray(aval.shape, aval.dtype, aval.weak_type)
         return aval.update(sharding=aval.sharding.update(mesh=new))
 
-    def _context(self, context):
+    def _context(self, context: core.JaxprEqnContext) -> core.JaxprEqnContext:
         """Copy the context in which an equation was traced, with its mesh replaced.
 
-        Args:
-          context: The `JaxprEqnContext` of the equation: JAX's settings when it was
-            traced, of which the mesh, `cur_abstract_mesh`, is one.
-
-        Returns:
-          A `JaxprEqnContext` with the other settings of `context`, and with the mesh
-          that replaces its own. `context` itself if its mesh stays. The result is
-          recorded, and returned again for an equal context.
+        JAX's other settings stay. Equal contexts get the same copy.
         """
         if context not in self._contexts:
             mesh, copy = self._mesh(context.cur_abstract_mesh), context
@@ -324,14 +274,12 @@ class _Retyped:
             self._contexts[context] = copy
         return self._contexts[context]
 
-    def _eqn(self, eqn):
-        """Copy an equation, with all meshes in it and in its context replaced.
+    def _eqn(self, eqn: Eqn) -> Eqn | None:
+        """Copy an equation; None if the copied jaxpr does without it.
 
-        Returns:
-          The copy. None if the copied jaxpr does without the equation: a `reshard` or
-          `mesh_cast`, if the mesh that replaces the one of its context is empty; or a
-          sharding constraint, if all axes of the mesh that replaces its own are Manual.
-          Then the copies of its operands are recorded as the copies of its results.
+        That is a `reshard` or `mesh_cast` where there is no mesh any more, or a void
+        sharding constraint. Then the copies of its operands become the copies of its
+        results.
         """
         name = eqn.primitive.name
         dissolves = self._mesh(eqn.ctx.cur_abstract_mesh).empty
@@ -355,17 +303,11 @@ class _Retyped:
             ctx=self._context(eqn.ctx),
         )
 
-    def _param(self, value):
-        """Copy a parameter of an equation, with all meshes in it replaced.
+    def _param(self, value: Any) -> Any:
+        """Copy a parameter of an equation, or a part of it, with its meshes replaced.
 
-        Args:
-          value: The parameter, or a part of it. Jaxprs, meshes, `NamedSharding`s and
-            types change, also within tuples, lists and dicts; other values are returned
-            unchanged.
-
-        Returns:
-          The new value. A `Mesh` that is replaced becomes an `AbstractMesh`; a
-          `NamedSharding` becomes None if the mesh that replaces its own is empty.
+        A `Mesh` that is replaced becomes an `AbstractMesh`. A `NamedSharding` becomes
+        None if its new mesh is empty.
         """
         if isinstance(value, JAXPR_TYPES):
             return self.jaxpr(value)

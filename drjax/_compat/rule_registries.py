@@ -5,7 +5,7 @@ an entry in JAX's registry, with the signature of the installed version.
 Sharp edges: registries are global.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,26 +17,27 @@ from jax._src.lib.mlir import ir
 
 from drjax._compat.jax_types import MERGED, cache, jaxpr_as_fun
 from drjax._compat.jaxprs import jaxpr_consts, open_jaxpr
+from drjax._compat.types import Array, Aval, ClosedJaxpr, Eqn, Flags, Params
 
 
-def register_linearization(primitive, rule: Callable) -> None:
+def register_linearization(primitive: core.Primitive, rule: Callable) -> None:
     """Register how `jax.linearize` and `jax.grad` linearize equations of `primitive`.
 
-    Args:
-      primitive: The primitive.
-      rule: `rule(is_vjp, nonzeros, *primals, **params)` returns
-        `(results, nonzeros_out, residuals, linear)`. `is_vjp` says whether the linear
-        part will be transposed. `primals` are the operands and `params` the parameters
-        of the equation. `nonzeros` and `nonzeros_out` say for each operand and for each
-        result whether its tangent is not a symbolic zero. `residuals` is a pytree of
-        arrays. `linear(residuals, *tangents)` takes the tangents of all operands, and
-        returns those of all results; either may be symbolic zeros.
+    `rule(is_vjp, nonzeros, *primals, **params)` returns
+    `(results, nonzeros_out, residuals, linear)`. `is_vjp` says whether the linear part
+    will be transposed. `primals` are the operands and `params` the parameters of the
+    equation. `nonzeros` and `nonzeros_out` say for each operand and for each result
+    whether its tangent is not a symbolic zero. `residuals` is a pytree of arrays.
+    `linear(residuals, *tangents)` takes the tangents of all operands, and returns those
+    of all results; either may be symbolic zeros.
     """
     if not MERGED:
         ad.primitive_linearizations[primitive] = rule
         return
 
-    def with_structured_residuals(is_vjp, nonzeros, *primals, **params):
+    def with_structured_residuals(
+        is_vjp: bool, nonzeros: Flags, *primals: Array, **params: Any
+    ) -> tuple[Any, ...]:
         outs, nzs_out, residuals, linear = rule(is_vjp, nonzeros, *primals, **params)
         return (
             outs, nzs_out, residuals, None,
@@ -46,48 +47,49 @@ def register_linearization(primitive, rule: Callable) -> None:
     ad.primitive_linearizations[primitive] = with_structured_residuals
 
 
-def register_dce(primitive, rule: Callable) -> None:
+def register_dce(
+    primitive: core.Primitive,
+    rule: Callable[[list[bool], Eqn], tuple[list[bool], Eqn | None]],
+) -> None:
     """Register the dead-code elimination of equations of `primitive`.
 
-    Args:
-      primitive: The primitive.
-      rule: `rule(used_outputs, eqn)` returns `(used_inputs, new_eqn)`. `used_outputs`
-        says for each result whether it is used, and `used_inputs` for each operand
-        whether `new_eqn` takes it; both are lists of bools. `new_eqn` is the equation
-        with only the used operands and results; None if it is dead.
+    `rule(used_outputs, eqn)` returns `(used_inputs, new_eqn)`. `used_outputs` says for
+    each result whether it is used, and `used_inputs` for each operand whether `new_eqn`
+    takes it. `new_eqn` is the equation with only the used operands and results; None if
+    it is dead.
     """
     pe.dce_rules[primitive] = lambda used, *rest: rule(list(used), rest[-1])
 
 
-def register_partial_eval(primitive, rule: Callable) -> None:
+def register_partial_eval(
+    primitive: core.Primitive, rule: Callable[..., list[Any]]
+) -> None:
     """Register the partial evaluation of equations with some unknown operands.
 
-    Args:
-      primitive: The primitive.
-      rule: `rule(trace, *tracers, **params)` takes JAX's `JaxprTrace`, the operands as
-        `JaxprTracer`s, known or unknown, and the parameters of the equation. It returns
-        the list of results: values if they are known, else tracers, whose equation is
-        recorded in the trace. `partial_eval_by_tracers` is the usual way to do that.
+    `rule(trace, *tracers, **params)` takes JAX's `JaxprTrace`, the operands as
+    `JaxprTracer`s, known or unknown, and the parameters of the equation. It returns the
+    list of results: values if they are known, else tracers, whose equation is recorded
+    in the trace. `partial_eval_by_tracers` is the usual way to do that.
     """
     pe.custom_partial_eval_rules[primitive] = rule
 
 
-def register_remat_policy(primitive, jaxpr_param, res_aval: Callable) -> None:
+def register_remat_policy(
+    primitive: core.Primitive,
+    jaxpr_param: str,
+    res_aval: Callable[[Params, Any], Aval],
+) -> None:
     """Let the policies of `jax.checkpoint` apply inside the jaxpr of a primitive.
 
-    Args:
-      primitive: The primitive, whose equations evaluate a jaxpr in some way, for
-        instance for each group.
-      jaxpr_param: The name of the parameter that holds this closed jaxpr.
-      res_aval: `res_aval(params, aval)` returns the type that a residual has as a
-        result of the equation, given its type inside the jaxpr; `params` are the
-        parameters of the equation.
+    Equations of the primitive evaluate the closed jaxpr in the parameter `jaxpr_param`
+    in some way, for instance for each group. `res_aval(params, aval)` returns the type
+    that a residual has as a result of the equation, given its type inside the jaxpr.
     """
 
     def update(unks_in, inst_in, kept_known, kept_staged, n_out, n_in, known, staged):
         return known, staged
 
-    def rule(saveable, unks_in, inst_in, eqn):
+    def rule(saveable: Callable[..., Any], unks_in: Any, inst_in: Any, eqn: Eqn) -> Any:
         return pe.closed_call_partial_eval_custom_rule(
             jaxpr_param, update, saveable, unks_in, inst_in, eqn, res_aval=res_aval
         )
@@ -96,30 +98,30 @@ def register_remat_policy(primitive, jaxpr_param, res_aval: Callable) -> None:
 
 
 def partial_eval_by_tracers(
-    primitive, trace, tracers, unknown_in, params, split, to_outer
-):
+    primitive: core.Primitive,
+    trace: Any,
+    tracers: Sequence[pe.JaxprTracer],
+    unknown_in: Flags,
+    params: Params,
+    split: tuple[
+        ClosedJaxpr,
+        ClosedJaxpr,
+        Flags,
+        Sequence[core.AbstractValue],
+        Sequence[int | None],
+    ],
+    to_outer: Callable[[Any], Aval],
+) -> list[Any]:
     """Run the known part of an equation, and stage the unknown part as one equation.
 
     The known part is bound now, and computes the results that do not depend on unknown
-    operands, and residuals. The unknown part is recorded in the trace: it takes the
-    residuals and the unknown operands.
+    operands, and residuals. The unknown part is recorded in `trace`, JAX's
+    `JaxprTrace`: it takes the residuals and the unknown operands. Results are values,
+    or tracers if unknown.
 
-    Args:
-      primitive: The primitive of the equation, which evaluates the jaxpr in
-        `params["jaxpr"]`.
-      trace: JAX's `JaxprTrace`, which the partial evaluation rule gets.
-      tracers: The operands, `JaxprTracer`s.
-      unknown_in: For each operand whether it is unknown.
-      params: The parameters of the equation.
-      split: The tuple that `partial_eval_jaxpr` returned for that jaxpr and
-        `unknown_in`: `(known jaxpr, unknown jaxpr, for each result whether it is
-        unknown, types of the residuals that the known jaxpr returns, for each residual
-        the position of the known operand that it is, or None)`.
-      to_outer: A function from the type of a value inside the jaxpr to its type as a
-        result of the equation, such as from `[*s]` to `[n, *s]`.
-
-    Returns:
-      The list of results: values, or tracers if they are unknown.
+    `split` is what `partial_eval_jaxpr` returned for `params["jaxpr"]`, which the
+    equation evaluates. `to_outer` maps the type of a value inside this jaxpr to its
+    type as a result of the equation, such as `[*s]` to `[n, *s]`.
     """
     known_jaxpr, unknown_jaxpr, unknown_out, res_avals, forwarded = split
     known_in = [t.pval.get_known() for t in tracers if t.pval.is_known()]
@@ -153,33 +155,32 @@ def partial_eval_by_tracers(
     return [next(unknown_iter if u else known_iter) for u in unknown_out]
 
 
-def register_printing(primitive, hidden: Callable[[str, Any], bool]) -> None:
+def register_printing(
+    primitive: core.Primitive, hidden: Callable[[str, Any], bool]
+) -> None:
     """Print equations of `primitive` without some of their parameters.
 
-    Args:
-      primitive: The primitive.
-      hidden: `hidden(name, value)` returns whether to leave out the parameter with this
-        name and value. The others are printed in the order of their names.
+    Those for which `hidden(name, value)` is True are left out. The others are printed
+    in the order of their names.
     """
 
-    def rule(eqn, context, settings):
+    def rule(
+        eqn: Eqn, context: core.JaxprPpContext, settings: core.JaxprPpSettings
+    ) -> Any:
         shown = [k for k, v in eqn.params.items() if not hidden(k, v)]
         return core._pp_eqn(eqn, context, settings, params=sorted(shown))
 
     core.pp_eqn_rules[primitive] = rule
 
 
-def register_lowering(primitive, fn: Callable) -> None:
+def register_lowering(primitive: core.Primitive, fn: Callable[..., Any]) -> None:
     """Register that equations of `primitive` are lowered as a traced function.
 
-    Args:
-      primitive: The primitive.
-      fn: The function, `fn(*args, **params)`, with the operands and the parameters of
-        the equation. JAX traces it and lowers the result. It returns a sequence of
-        results, or a single result if the primitive has one.
+    `fn(*args, **params)` takes the operands and the parameters of the equation. It
+    returns a sequence of results, or a single result if the primitive has one.
     """
 
-    def named(*args, **params):
+    def named(*args: Array, **params: Any) -> Any:
         with jax.named_scope(scope_of(primitive, params)):
             return fn(*args, **params)
 
@@ -187,7 +188,7 @@ def register_lowering(primitive, fn: Callable) -> None:
     mlir.register_lowering(primitive, rule)
 
 
-def scope_of(primitive, params) -> str:
+def scope_of(primitive: core.Primitive, params: Params) -> str:
     """Return the name that profilers show around the work of an equation.
 
     It is that of the primitive, `drjax.reduce_sum`, with that of a mapped function if
@@ -197,17 +198,16 @@ def scope_of(primitive, params) -> str:
     return f"{name}({params['name']})" if "name" in params else name
 
 
-def register_jaxpr_lowering(primitive, jaxpr_of: Callable) -> None:
+def register_jaxpr_lowering(
+    primitive: core.Primitive, jaxpr_of: Callable[..., ClosedJaxpr]
+) -> None:
     """Register that equations of `primitive` are lowered as a jaxpr.
 
-    Args:
-      primitive: The primitive.
-      jaxpr_of: `jaxpr_of(*avals, **params)` takes the types of the operands and the
-        parameters of the equation. It returns a closed jaxpr from the operands to the
-        results, which is lowered in place of the equation.
+    `jaxpr_of(*avals, **params)` takes the types of the operands and the parameters of
+    the equation. It returns a jaxpr from the operands to the results.
     """
 
-    def rule(ctx, *args, **params):
+    def rule(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
         closed = jaxpr_of(*ctx.avals_in, **params)
         raw = open_jaxpr(closed)
         if raw.is_high or raw.effects:  # needs more than its equations lowered
@@ -226,20 +226,19 @@ def register_jaxpr_lowering(primitive, jaxpr_of: Callable) -> None:
     mlir.register_lowering(primitive, rule)
 
 
-def register_lowering_rule(primitive, rule: Callable) -> None:
+def register_lowering_rule(
+    primitive: core.Primitive, rule: Callable[..., Sequence[Any]]
+) -> None:
     """Register a lowering rule that JAX calls for each equation of `primitive`.
 
-    JAX does not cache what the rule returns, so the rule may return different code for
-    equal equations.
-
-    Args:
-      primitive: The primitive.
-      rule: `rule(ctx, *values, **params)` takes JAX's `LoweringRuleContext`, the MLIR
-        values of the operands, and the parameters of the equation. It returns the list
-        of the MLIR values of the results.
+    `rule(ctx, *values, **params)` takes the MLIR values of the operands and the
+    parameters of the equation, and returns the MLIR values of the results. JAX does not
+    cache what it returns, so it may return different code for equal equations.
     """
 
-    def named(ctx, *values, **params):
+    def named(
+        ctx: mlir.LoweringRuleContext, *values: Any, **params: Any
+    ) -> Sequence[Any]:
         names = ctx.name_stack.extend(scope_of(primitive, params))
         inside = ctx.replace(name_stack=names)
         outs = rule(inside, *values, **params)
@@ -250,21 +249,19 @@ def register_lowering_rule(primitive, rule: Callable) -> None:
     mlir.register_lowering(primitive, named, cacheable=False)
 
 
-def lower_function(ctx, fn: Callable, operands, multiple_results: bool, **params):
+def lower_function(
+    ctx: mlir.LoweringRuleContext,
+    fn: Callable[..., Any],
+    operands: Sequence[tuple[Any, Aval]],
+    multiple_results: bool,
+    **params: Any,
+) -> Sequence[Any]:
     """Trace a function inside a lowering rule, and emit its code there.
 
-    Args:
-      ctx: The `LoweringRuleContext` of the calling lowering rule. Its own types of
-        operands are not used.
-      fn: The function of arrays, `fn(*operands, **params)`.
-      operands: For each operand a pair: its MLIR value, and its JAX type, a
-        `ShapedArray` (the abstract value with which `fn` is traced).
-      multiple_results: True if `fn` returns a sequence of results, False if it returns
-        a single one.
-      **params: Keywords of `fn`.
-
-    Returns:
-      The list of the MLIR values of its results, also if there is a single one.
+    Of each operand, `operands` has the MLIR value and the type with which `fn` is
+    traced; `ctx` is that of the calling rule, whose own types of operands are not used.
+    `fn` returns a sequence of results, or a single one if `multiple_results` is False;
+    the MLIR values of the results are a list in either case.
     """
     lower: Any = mlir.lower_fun(fn, multiple_results=multiple_results)
     inner = ctx.replace(avals_in=[aval for _, aval in operands], tokens_out=None)
@@ -274,7 +271,12 @@ def lower_function(ctx, fn: Callable, operands, multiple_results: bool, **params
     return outs
 
 
-def lower_cached_function(ctx, fn: Callable, operand, **params):
+def lower_cached_function(
+    ctx: mlir.LoweringRuleContext,
+    fn: Callable[..., Array],
+    operand: tuple[Any, Aval],
+    **params: Any,
+) -> Sequence[Any]:
     """Emit the code of a function of one array, of which JAX traces one for each type.
 
     It is `lower_function` for a function of a module with hashable parameters and no
@@ -296,25 +298,24 @@ def lower_cached_function(ctx, fn: Callable, operand, **params):
 
 
 @cache()
-def _trace_once(fn: Callable, aval, params: tuple[tuple[str, Any], ...]):
+def _trace_once(
+    fn: Callable[..., Array], aval: Aval, params: tuple[tuple[str, Any], ...]
+) -> ClosedJaxpr:
     """Trace a function of one array and of parameters; cached."""
     return jax.make_jaxpr(lambda x: fn(x, **dict(params)))(aval)
 
 
-def module_token(ctx):
+def module_token(ctx: mlir.LoweringRuleContext) -> Any:
     """Return an object that identifies the MLIR module that is being lowered.
 
     It is the same object for all equations of the module, and is deleted with the
     module, so it can be a key of a `WeakKeyDictionary`. JAX's `ModuleContext` cannot:
     it is copied for inner code, and has no weak references.
-
-    Args:
-      ctx: The `LoweringRuleContext` that JAX passes to a lowering rule.
     """
     return ctx.module_context.shape_poly_state
 
 
-def current_block():
+def current_block() -> Any:
     """Return the MLIR block into which JAX now lowers equations.
 
     It is that of a function, or of a branch or loop in one.

@@ -9,6 +9,7 @@ JAX itself asks.
 """
 
 import sys
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jax._src.export import shape_poly
 from jax.extend.core import Literal
 
 from drjax._compat.jaxprs import jaxprs_in, open_jaxpr
+from drjax._compat.types import ClosedJaxpr, Eqn, OpenJaxpr, Var
 
 _ASKED_BY_JAX = ("jax", "jaxlib", "numpy", "drjax")
 _READS_A_SIZE = ("dim_as_value", "dimension_size")
@@ -31,7 +33,7 @@ class _Size(shape_poly._DimExpr):
         super().__init__(plain._sorted_terms, plain._scope)
         self._plain = plain
 
-    def __hash__(self):
+    def __hash__(self) -> int:
         return hash(self._plain)
 
     def __eq__(self, other: Any) -> bool:
@@ -56,7 +58,9 @@ def _is_symbolic(size: Any) -> bool:
     return isinstance(size, shape_poly._DimExpr)
 
 
-def reads_of_size(jaxpr: Any, size: Any, known: Any = None):
+def reads_of_size(
+    jaxpr: ClosedJaxpr | OpenJaxpr, size: Any, known: Iterable[Var] | None = None
+) -> Iterator[Eqn]:
     """Yield the equations of a jaxpr whose results depend on a symbolic size.
 
     That is, those that read it as a number, those with a shape that is computed from

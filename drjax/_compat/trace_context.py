@@ -5,11 +5,14 @@ Sharp edge: each thread has a context of its own.
 """
 
 import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax._src import config, core, mesh, sharding_impls
+
+from drjax._compat.types import Aval
 
 
 def check_vma() -> bool:
@@ -20,7 +23,7 @@ def check_vma() -> bool:
     return config._check_vma.value
 
 
-def without_vma():
+def without_vma() -> contextlib.AbstractContextManager[None]:
     """Make a context in which no VMA is checked, as in a `shard_map(check_vma=False)`.
 
     VMA are the varying manual axes: the Manual mesh axes over which a value differs.
@@ -57,27 +60,28 @@ def concrete_mesh() -> jax.sharding.Mesh:
     return mesh.get_concrete_mesh()
 
 
-def replace_aval(aval, shape, sharding, varying):
+def replace_aval(
+    aval: Aval,
+    shape: Sequence[int],
+    sharding: jax.sharding.Sharding,
+    varying: Iterable[str],
+) -> Aval:
     """Copy a type with another shape, sharding, and set of varying axes.
 
-    Args:
-      aval: The type, a `ShapedArray`.
-      shape: The new shape.
-      sharding: The new sharding, a `NamedSharding` on an abstract mesh.
-      varying: The names of the Manual mesh axes over which a value of the new type
-        differs between devices.
+    The sharding is on an abstract mesh. The varying axes are the Manual mesh axes over
+    which a value of the new type differs between devices.
     """
     mat = aval.manual_axis_type.update(varying=frozenset(varying))
     return aval.update(shape=shape, sharding=sharding, manual_axis_type=mat)
 
 
-def varying(aval) -> frozenset[str]:
+def varying(aval: Aval) -> frozenset[str]:
     """Return the Manual mesh axes over which a value of this type differs."""
     return aval.manual_axis_type.varying
 
 
 @contextlib.contextmanager
-def computing_constants():
+def computing_constants() -> Iterator[None]:
     """Make a context in which equations on constants run at once, while tracing.
 
     There is no mesh in it: its devices may be those of a topology that is not there.
@@ -87,7 +91,7 @@ def computing_constants():
 
 
 @contextlib.contextmanager
-def without_mesh():
+def without_mesh() -> Iterator[None]:
     """Make a context without any mesh, of `jax.set_mesh` or of a `with mesh:` block.
 
     The mesh is in context again after it. Its devices are gone, too, so that arrays
