@@ -63,7 +63,7 @@ def open_jaxpr(jaxpr: ClosedJaxpr | OpenJaxpr) -> Any:
     An open jaxpr is returned unchanged. From JAX 0.11 on there is one class for both,
     and any jaxpr is returned unchanged.
     """
-    # Any, as JAX's annotations do not say that avals are `ShapedArray`s.
+    # Any, as an `OpenJaxpr` is no `Jaxpr` of JAX to type checkers.
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
@@ -270,9 +270,7 @@ def new_eqn(
 
 def partial_eval_jaxpr(
     jaxpr: ClosedJaxpr, unknown_in: Flags
-) -> tuple[
-    ClosedJaxpr, ClosedJaxpr, list[bool], list[core.AbstractValue], list[int | None]
-]:
+) -> tuple[ClosedJaxpr, ClosedJaxpr, list[bool], list[Aval], list[int | None]]:
     """Split a jaxpr into what is computed from known inputs, and the rest.
 
     The known part runs first, and computes residuals for the unknown part. A residual
@@ -295,9 +293,7 @@ def partial_eval_jaxpr(
 
 def unsplit_jaxpr(
     jaxpr: ClosedJaxpr,
-) -> tuple[
-    ClosedJaxpr, ClosedJaxpr, list[bool], list[core.AbstractValue], list[int | None]
-]:
+) -> tuple[ClosedJaxpr, ClosedJaxpr, list[bool], list[Aval], list[int | None]]:
     """Split a jaxpr of which nothing is known: all of it is the unknown part.
 
     The parts are those of `partial_eval_jaxpr`. The known part has no inputs and no
@@ -386,7 +382,7 @@ def with_results(jaxpr: ClosedJaxpr, eqns: list[Eqn]) -> ClosedJaxpr:
     return changed if MERGED else pe.close_jaxpr(changed)
 
 
-def new_var(aval: core.AbstractValue) -> Var:
+def new_var(aval: Aval) -> Var:
     return core.Var(aval)
 
 
@@ -407,7 +403,7 @@ def user_frames(eqn: Eqn) -> Iterator[source_info_util.Frame]:
     return source_info_util.user_frames(eqn.source_info.traceback)
 
 
-def closed(jaxpr: ClosedJaxpr | OpenJaxpr) -> ClosedJaxpr:
+def closed(jaxpr: ClosedJaxpr | OpenJaxpr) -> Any:
     """Close an open jaxpr that has no constants; return a closed jaxpr unchanged."""
     return jaxpr if isinstance(jaxpr, Jaxpr) else Jaxpr(jaxpr, ())
 
@@ -436,9 +432,7 @@ def scan_size_params(eqn: Eqn, n_consts: int, n_carry: int, n_xs: int) -> Params
     return {"ft_in": flattree.pack(tuple(map(flattree.nones, sizes)))}
 
 
-def with_equations(
-    jaxpr: ClosedJaxpr | OpenJaxpr, eqns: list[Eqn]
-) -> ClosedJaxpr | OpenJaxpr:
+def with_equations(jaxpr: Any, eqns: list[Eqn]) -> Any:
     """Copy a jaxpr, open or closed, with other equations that compute its results.
 
     Its constants, inputs and results stay.

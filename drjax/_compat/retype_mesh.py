@@ -76,9 +76,7 @@ class _SpmdAxes(frozenset):
 
 
 @weakref_lru_cache
-def with_manual_axes(
-    jaxpr: ClosedJaxpr | OpenJaxpr, axes: tuple[str, ...]
-) -> ClosedJaxpr | OpenJaxpr:
+def with_manual_axes(jaxpr: ClosedJaxpr | OpenJaxpr, axes: tuple[str, ...]) -> Any:
     """Copy a jaxpr as if traced where these mesh axes are Manual: inside a `shard_map`.
 
     Types in the copy are on the mesh with `axes` Manual. A `shard_map` in the jaxpr no
@@ -88,9 +86,7 @@ def with_manual_axes(
 
 
 @weakref_lru_cache
-def with_whole_shard_maps(
-    jaxpr: ClosedJaxpr | OpenJaxpr, axes: tuple[str, ...]
-) -> ClosedJaxpr | OpenJaxpr:
+def with_whole_shard_maps(jaxpr: ClosedJaxpr | OpenJaxpr, axes: tuple[str, ...]) -> Any:
     """Copy a jaxpr so that each `shard_map` in it also maps over the mesh axes `axes`.
 
     A `vmap(spmd_axis_name=axes)` of the jaxpr needs that. Cached.
@@ -99,7 +95,7 @@ def with_whole_shard_maps(
 
 
 @weakref_lru_cache
-def without_mesh_types(jaxpr: ClosedJaxpr | OpenJaxpr) -> ClosedJaxpr | OpenJaxpr:
+def without_mesh_types(jaxpr: ClosedJaxpr | OpenJaxpr) -> Any:
     """Copy a jaxpr as if traced without any mesh; cached.
 
     Equations of `reshard` and `mesh_cast`, which change only shardings, are removed.
@@ -188,13 +184,13 @@ class _Retyped:
         self._known: dict[int, Any] = {}
         self._contexts: dict[Any, Any] = {}
 
-    def jaxpr(self, jaxpr: ClosedJaxpr | OpenJaxpr) -> ClosedJaxpr | OpenJaxpr:
+    def jaxpr(self, jaxpr: ClosedJaxpr | OpenJaxpr) -> Any:
         """Return the copy of a jaxpr, open or closed; the same one at each call."""
         if id(jaxpr) not in self._known:
             self._known[id(jaxpr)] = self._copy(jaxpr)
         return self._known[id(jaxpr)]
 
-    def _copy(self, jaxpr: ClosedJaxpr | OpenJaxpr) -> ClosedJaxpr | OpenJaxpr:
+    def _copy(self, jaxpr: ClosedJaxpr | OpenJaxpr) -> Any:
         """Copy a jaxpr, open or closed; `jaxpr` records the copy."""
         jaxpr = without_high_level(jaxpr)
         raw = open_jaxpr(jaxpr)

@@ -49,7 +49,7 @@ def register_linearization(primitive: core.Primitive, rule: Callable) -> None:
 
 def register_dce(
     primitive: core.Primitive,
-    rule: Callable[[list[bool], Eqn], tuple[list[bool], Eqn | None]],
+    rule: Callable[[list[bool], Eqn], tuple[list[bool], Any]],
 ) -> None:
     """Register the dead-code elimination of equations of `primitive`.
 
@@ -77,7 +77,7 @@ def register_partial_eval(
 def register_remat_policy(
     primitive: core.Primitive,
     jaxpr_param: str,
-    res_aval: Callable[[Params, Any], Aval],
+    res_aval: Callable[[Params, Aval], Aval],
 ) -> None:
     """Let the policies of `jax.checkpoint` apply inside the jaxpr of a primitive.
 
@@ -89,7 +89,9 @@ def register_remat_policy(
     def update(unks_in, inst_in, kept_known, kept_staged, n_out, n_in, known, staged):
         return known, staged
 
-    def rule(saveable: Callable[..., Any], unks_in: Any, inst_in: Any, eqn: Eqn) -> Any:
+    def rule(
+        saveable: Callable[..., Any], unks_in: Any, inst_in: Any, eqn: core.JaxprEqn
+    ) -> Any:
         return pe.closed_call_partial_eval_custom_rule(
             jaxpr_param, update, saveable, unks_in, inst_in, eqn, res_aval=res_aval
         )
@@ -107,10 +109,10 @@ def partial_eval_by_tracers(
         ClosedJaxpr,
         ClosedJaxpr,
         Flags,
-        Sequence[core.AbstractValue],
+        Sequence[Aval],
         Sequence[int | None],
     ],
-    to_outer: Callable[[Any], Aval],
+    to_outer: Callable[[Aval], Aval],
 ) -> list[Any]:
     """Run the known part of an equation, and stage the unknown part as one equation.
 
@@ -165,7 +167,7 @@ def register_printing(
     """
 
     def rule(
-        eqn: Eqn, context: core.JaxprPpContext, settings: core.JaxprPpSettings
+        eqn: core.JaxprEqn, context: core.JaxprPpContext, settings: core.JaxprPpSettings
     ) -> Any:
         shown = [k for k, v in eqn.params.items() if not hidden(k, v)]
         return core._pp_eqn(eqn, context, settings, params=sorted(shown))
