@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from drjax._compat.types import Array
+
 State = Sequence[Any]
 Combine = Callable[[State, State], State]
 
@@ -52,8 +54,10 @@ def difference_of_orders(
     )
 
 
-def _difference(one: Callable, other: Callable, states: tuple) -> tuple | None:
-    """Find the first leaf in which two functions of states differ: both as text."""
+def _difference(
+    one: Callable[..., State], other: Callable[..., State], states: tuple[State, ...]
+) -> tuple[str, ...] | None:
+    """Return the first leaf in which two functions of states differ: both as text."""
     first, second = one(*states), other(*states)
     moved = []
     for i, state in enumerate(states):
@@ -80,7 +84,7 @@ def _difference(one: Callable, other: Callable, states: tuple) -> tuple | None:
     return None
 
 
-def _nudged(x: Any) -> Any:
+def _nudged(x: Array) -> Array:
     """Move each number by about one rounding."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x

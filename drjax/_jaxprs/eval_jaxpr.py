@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from drjax import _compat
+from drjax._compat.types import Array, Atom, ClosedJaxpr, Eqn, OpenJaxpr
 
 
 def literal_value(literal: Literal) -> Any:
@@ -20,15 +21,11 @@ def literal_value(literal: Literal) -> Any:
     return np.bool_(literal.val) if isinstance(literal.val, bool) else literal.val
 
 
-def as_arrays(values: Sequence[Any], dtypes: Sequence[Any]) -> list[jax.Array]:
+def as_arrays(values: Sequence[Any], dtypes: Sequence[Any]) -> list[Array]:
     """Convert the results of an evaluated jaxpr to arrays.
 
-    A result that is a literal of the jaxpr evaluates to a number, not to an array.
-
-    Args:
-      values: The results: arrays, tracers or numbers.
-      dtypes: For each result its dtype, to which numbers are converted; arrays and
-        tracers stay as they are.
+    A result that is a literal of the jaxpr evaluates to a number, which gets the dtype
+    in its place of `dtypes`. Arrays and tracers stay as they are.
     """
     return [
         x if isinstance(x, jax.Array) else jnp.asarray(x, dtype)
@@ -37,30 +34,24 @@ def as_arrays(values: Sequence[Any], dtypes: Sequence[Any]) -> list[jax.Array]:
 
 
 def evaluate(
-    jaxpr: Any,
+    jaxpr: ClosedJaxpr | OpenJaxpr,
     args: Sequence[Any],
-    step: Callable = lambda eqn, operands: None,
+    step: Callable[[Eqn, list[Any]], Sequence[Any] | None] = lambda eqn, operands: None,
     consts: Sequence[Any] | None = None,
-) -> list:
+) -> list[Any]:
     """Evaluate a jaxpr equation by equation.
 
-    Args:
-      jaxpr: The jaxpr, open or closed.
-      args: Its arguments: arrays or tracers.
-      step: `step(eqn, operands)` evaluates one equation for a list of operands, and
-        returns the list of its results; or it returns None, and the equation is bound
-        as it is. Default: all are bound.
-      consts: Values of its constants; None: those that a closed jaxpr holds.
-
-    Returns:
-      The list of results of the jaxpr: arrays, numbers with a dtype, or tracers.
+    `step(eqn, operands)` evaluates one equation, and returns its results; or it returns
+    None, and the equation is bound as it is. `consts` replace the constants that a
+    closed jaxpr holds. Operands and results are arrays, tracers, or numbers with a
+    dtype.
     """
     raw = _compat.open_jaxpr(jaxpr)
     consts = _compat.jaxpr_consts(jaxpr) if consts is None else consts
     env = dict(zip(raw.constvars, consts, strict=True))
     env.update(zip(raw.invars, args, strict=True))
 
-    def read(atom):
+    def read(atom: Atom) -> Any:
         return literal_value(atom) if isinstance(atom, Literal) else env[atom]
 
     for eqn in raw.eqns:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from drjax._compat.types import Array
 from drjax.plan import Value
 
 
@@ -33,7 +34,7 @@ def key_dtype(impl: str) -> Any:
     return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
 
 
-def to_raw(x: Any) -> Any:
+def to_raw(x: Array) -> Array:
     """Convert an array of typed keys `[*s]` to raw data, uint32 `[*s, k]`.
 
     An array of another dtype is returned unchanged.
@@ -41,34 +42,22 @@ def to_raw(x: Any) -> Any:
     return jax.random.key_data(x) if is_key(x.dtype) else x
 
 
-def from_raw(x: Any, dtype: Any) -> Any:
-    """Convert raw data back to typed keys, if `dtype` is a dtype of keys.
+def from_raw(x: Array, dtype: Any) -> Array:
+    """Convert raw data, uint32 `[*s, k]`, back to keys, if `dtype` is one of keys.
 
-    Args:
-      x: An array; for keys, their raw data, uint32 `[*s, k]`.
-      dtype: The dtype of the value. If it is not one of keys, `x` is returned
-        unchanged.
-
-    Returns:
-      The value, an array of `dtype`.
+    With another dtype, `x` is returned unchanged.
     """
     if is_key(dtype):
         return jax.random.wrap_key_data(x, impl=key_impl(dtype))
     return x
 
 
-def on_raw(fn: Callable[[Any], Any], x: Any) -> Any:
+def on_raw(fn: Callable[[Array], Array], x: Array) -> Array:
     """Apply a function of arrays to `x`; of typed keys, to their raw data.
 
-    The implementation of the keys may be any, also one that JAX knows by no name.
-
-    Args:
-      fn: From an array to an array of the same dtype. For keys `[*s]` it takes their
-        raw data, uint32 `[*s, k]`, and may change any axis but the last one.
-      x: An array of any dtype.
-
-    Returns:
-      An array of the dtype of `x`.
+    The implementation of the keys may be any, also one that JAX knows by no name. The
+    function keeps the dtype. Of keys `[*s]` it takes uint32 `[*s, k]`, and may change
+    any axis but the last one.
     """
     if not is_key(x.dtype):
         return fn(x)
@@ -81,10 +70,7 @@ def raw_type(value: Value) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype in which stages exchange a value.
 
     Random keys are exchanged as raw data: uint32, with one more dimension at the end.
-
-    Args:
-      value: The value of a plan. If it is partitioned, the type is that of one group's
-        slice.
+    Of a partitioned value, the type is that of one group's slice.
     """
     typed = jax.ShapeDtypeStruct(value.shape, value.dtype)
     return jax.eval_shape(to_raw, typed) if is_key(value.dtype) else typed

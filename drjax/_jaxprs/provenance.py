@@ -6,15 +6,17 @@ Invariants: no plan, result or refusal depends on it, as it is debug data.
 import os
 import traceback
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from drjax import _compat
+from drjax._compat.types import Eqn
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
-def _user_frame(eqn):
+def _user_frame(eqn: Eqn) -> Any:
     """Return the innermost frame outside of JAX and drjax in an equation's traceback.
 
     It is JAX's `Frame`, with `file_name`, `start_line` and `function_name`; None if the
@@ -24,7 +26,7 @@ def _user_frame(eqn):
     return next((f for f in frames if not f.file_name.startswith(_PACKAGE)), None)
 
 
-def source_line(eqn) -> str:
+def source_line(eqn: Eqn) -> str:
     """Return the user's code that an equation comes from, as `file:line (function)`.
 
     "an unknown line" if the equation has no traceback with user code.
@@ -44,15 +46,10 @@ def line_of_error(error: BaseException) -> str:
     return "an unknown line"
 
 
-def called_by(call, eqn):
+def called_by(call: Eqn, eqn: Eqn) -> Eqn:
     """Give an equation the source line of a call, if it has no line of user code.
 
-    Args:
-      call: The equation that calls a jaxpr.
-      eqn: An equation of that jaxpr.
-
-    Returns:
-      `eqn`, or a copy of it with the source information of `call`.
+    `call` is the equation that calls the jaxpr with `eqn`.
     """
     if _user_frame(eqn) is not None:
         return eqn

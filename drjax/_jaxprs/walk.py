@@ -9,50 +9,39 @@ literal is no variable; functions that return variables leave literals out.
 """
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from jax.extend.core import Literal
 
 from drjax import _compat
+from drjax._compat.types import Atom, ClosedJaxpr, Eqn, OpenJaxpr, Var
+
+T = TypeVar("T")
 
 
-def definitions(eqns: Iterable[Any]) -> dict[Any, Any]:
+def definitions(eqns: Iterable[Eqn]) -> dict[Var, Eqn]:
     """Map each variable that some equations define to the equation that defines it."""
     return {var: eqn for eqn in eqns for var in eqn.outvars}
 
 
-def variables(atoms: Iterable[Any]) -> list[Any]:
+def variables(atoms: Iterable[Atom]) -> list[Var]:
     """Return the atoms that are variables, in order; `Literal`s are left out."""
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
-def substitute(atoms: Iterable[Any], names: dict[Any, Any]) -> list[Any]:
-    """Replace variables in a list of atoms.
-
-    Args:
-      atoms: Variables and literals.
-      names: From a variable to the atom that replaces it. Other atoms stay.
-
-    Returns:
-      The list of atoms after the replacement, in the same order.
-    """
+def substitute(atoms: Iterable[Atom], names: Mapping[Var, Atom]) -> list[Atom]:
+    """Replace the variables that are in `names`; other atoms stay, in order."""
     return [a if isinstance(a, Literal) else names.get(a, a) for a in atoms]
 
 
 def deep_equations(
-    jaxpr: Any, enters: Callable[[Any], bool] = lambda eqn: True
-) -> Iterator[Any]:
+    jaxpr: ClosedJaxpr | OpenJaxpr, enters: Callable[[Eqn], bool] = lambda eqn: True
+) -> Iterator[Eqn]:
     """Iterate over all equations of a jaxpr, and of its inner jaxprs at any depth.
 
-    Args:
-      jaxpr: The jaxpr, open or closed.
-      enters: `enters(eqn)` says whether to visit the jaxprs in the parameters of an
-        equation. Default: all are visited.
-
-    Yields:
-      The equations in the order of the program. An equation, also one that is not
-      entered, precedes those of the jaxprs in its parameters.
+    They come in the order of the program. An equation precedes those of the jaxprs in
+    its parameters, which are visited if `enters(eqn)`.
     """
     for eqn in _compat.open_jaxpr(jaxpr).eqns:
         yield eqn
@@ -61,18 +50,11 @@ def deep_equations(
                 yield from deep_equations(inner, enters)
 
 
-def live_equations(eqns: list, outvars: Iterable[Any]) -> list:
+def live_equations(eqns: list[Eqn], outvars: Iterable[Atom]) -> list[Eqn]:
     """Eliminate dead code: return the equations that the results or effects need.
 
     Liveness is propagated backward: a variable is live if it is a result or an operand
     of a live equation. One pass suffices, as definitions precede uses.
-
-    Args:
-      eqns: The equations, definitions before uses.
-      outvars: The results, variables or literals.
-
-    Returns:
-      The live equations, in the same order.
     """
     live = set(variables(outvars))
     kept = []
@@ -84,25 +66,17 @@ def live_equations(eqns: list, outvars: Iterable[Any]) -> list:
 
 
 def backward_slice(
-    roots: Iterable[Any],
-    definition: dict[Any, Any],
-    enters: Callable[[Any, Any], bool] = lambda var, eqn: True,
-) -> tuple[dict[int, Any], list[Any]]:
+    roots: Iterable[Atom],
+    definition: Mapping[Var, Eqn],
+    enters: Callable[[Var, Eqn], bool] = lambda var, eqn: True,
+) -> tuple[dict[int, Eqn], list[Var]]:
     """Collect the equations on which some variables depend: their backward slice.
 
-    Args:
-      roots: The variables, or literals, which are ignored.
-      definition: For each variable the equation that defines it, as `definitions`
-        returns it. A variable that is not in it, such as an input, has no equation.
-      enters: `enters(var, eqn)` says whether to continue from `var` through `eqn`,
-        which defines it, to the operands of `eqn`. If not, the slice starts from `var`.
-        Default: always.
-
-    Returns:
-      `(eqns, starts)`: the equations, as a dict `{id(eqn): eqn}` in the order of a
-      depth-first search from the roots, not that of the program; and the list of
-      variables from which the slice starts: those without an equation, and those for
-      which `enters` returned False.
+    The result is `({id(eqn): eqn}, starts)`. The equations are in the order of a
+    depth-first search from the roots, not that of the program. The slice starts from
+    the variables that `definition`, as `definitions` returns it, does not have; and
+    from those for which `enters(var, eqn)` does not let it continue through the
+    equation that defines them.
     """
     eqns: dict[int, Any] = {}
     starts: dict[Any, None] = {}
@@ -120,16 +94,13 @@ def backward_slice(
     return eqns, list(starts)
 
 
-def copy_equations(eqns: Iterable[Any], starts: Iterable[Any]) -> tuple[dict, list]:
+def copy_equations(
+    eqns: Iterable[Eqn], starts: Iterable[Var]
+) -> tuple[dict[Var, Var], list[Eqn]]:
     """Copy equations with fresh variables.
 
-    Args:
-      eqns: The equations, definitions before uses.
-      starts: The variables that `eqns` use and do not define.
-
-    Returns:
-      `(names, copies)`: a dict from each variable of `starts` and each one that `eqns`
-      define to its fresh variable, and the list of copied equations.
+    Definitions precede uses; `starts` are the variables that are used and not defined.
+    The dict maps these, and all that are defined, to their fresh variables.
     """
     names: dict[Any, Any] = {v: _compat.new_var(v.aval) for v in starts}
     copies = []
@@ -140,7 +111,7 @@ def copy_equations(eqns: Iterable[Any], starts: Iterable[Any]) -> tuple[dict, li
     return names, copies
 
 
-def rewrite_equations(value: Any, rule: Callable[[Any], list | None]) -> Any:
+def rewrite_equations(value: Any, rule: Callable[[Eqn], list[Eqn] | None]) -> Any:
     """Replace equations at any depth of a jaxpr, or of those in a tuple or list.
 
     `rule` returns the equations that replace one; None: it stays, but for its jaxprs.
@@ -164,32 +135,21 @@ def rewrite_equations(value: Any, rule: Callable[[Any], list | None]) -> Any:
     return value if same else _compat.with_equations(value, eqns)
 
 
-def split_scan(eqn, values: Sequence[Any]) -> tuple[list, list, list]:
+def split_scan(eqn: Eqn, values: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
     """Split a list with one element for each operand of a scan by the sort of operand.
 
-    Args:
-      eqn: The equation of the scan.
-      values: One element for each operand, such as its variable, array, kind or name.
-
-    Returns:
-      `(constants, carried values, stacks)`, three lists of elements of `values`. The
-      scan runs over the slices of the stacks.
+    The sorts are constants, carried values, and stacks, over whose slices the scan
+    runs. An element may be the variable, array, kind or name of its operand.
     """
     n_consts, n_carry = _compat.scan_sizes(eqn)
     first = n_consts + n_carry
     return list(values[:n_consts]), list(values[n_consts:first]), list(values[first:])
 
 
-def split_while(eqn, values: Sequence[Any]) -> tuple[list, list, list]:
+def split_while(eqn: Eqn, values: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
     """Split a list with one element for each operand of a while by the sort of operand.
 
-    Args:
-      eqn: The equation of the while.
-      values: One element for each operand, such as its variable, array, kind or name.
-
-    Returns:
-      `(constants of the condition, constants of the body, carried values)`, three lists
-      of elements of `values`.
+    The sorts are constants of the condition, constants of the body, and carried values.
     """
     n_cond, n_body = (eqn.params[f"{name}_nconsts"] for name in ("cond", "body"))
     n = n_cond + n_body
