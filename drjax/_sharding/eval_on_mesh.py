@@ -10,7 +10,7 @@ their traced types.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from jax import lax
@@ -18,14 +18,19 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from drjax import _compat
+from drjax._compat.types import Array, ClosedJaxpr, Eqn
 from drjax._jaxprs.eval_jaxpr import evaluate
 
+# ((contracted of x, of y), (batch of x, of y)), as of `lax.dot_general`.
+_Pair: TypeAlias = tuple[Sequence[int], Sequence[int]]
+DimensionNumbers: TypeAlias = tuple[_Pair, _Pair]
 
-def evaluate_on_mesh(jaxpr: Any, args: Sequence[Any]) -> list:
+
+def evaluate_on_mesh(jaxpr: ClosedJaxpr, args: Sequence[Array]) -> list[Any]:
     """Evaluate a jaxpr that was traced without the mesh of its arguments.
 
-    The values are those of the jaxpr. On Explicit axes, where types have shardings,
-    these things differ from the trace:
+    The values are those of the jaxpr, of a stage of a plan. On Explicit axes, where
+    types have shardings, these things differ from the trace:
 
     * Arrays that are made without operands (zeros, iota) get the mesh in their types.
     * A `dot_general` that contracts dimensions which both operands have sharded gets an
@@ -37,13 +42,6 @@ def evaluate_on_mesh(jaxpr: Any, args: Sequence[Any]) -> list:
       its own; and constants have none.
     * If JAX's types refuse an equation, such as a reshape of a sharded dimension, its
       operands are gathered first.
-
-    Args:
-      jaxpr: The closed jaxpr of a stage of a plan.
-      args: Its arguments, arrays or tracers.
-
-    Returns:
-      The list of results, with types on the mesh.
     """
     explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
     # JAX would evaluate each equation in the context in which it was traced. There,
@@ -51,7 +49,7 @@ def evaluate_on_mesh(jaxpr: Any, args: Sequence[Any]) -> list:
     if not explicit and not any(map(_is_sharded, args)):
         return _compat.jaxpr_as_checked_fun(jaxpr)(*args)
 
-    def step(eqn, operands):
+    def step(eqn: Eqn, operands: list[Any]) -> list[Array]:
         params = {}
         if eqn.primitive is lax.dot_general_p and not eqn.params["out_sharding"]:
             numbers = eqn.params["dimension_numbers"]
@@ -66,18 +64,8 @@ def evaluate_on_mesh(jaxpr: Any, args: Sequence[Any]) -> list:
     return evaluate(jaxpr, args, step)
 
 
-def in_one_sharding(eqn, operands: Sequence[Any]) -> Sequence[Any]:
-    """Reshard the operands of an equation that needs one sharding of them.
-
-    Args:
-      eqn: Any equation. If it has another primitive, or if its operands have equal
-        specs already, the operands are returned as they are.
-      operands: Its operands, arrays or tracers.
-
-    Returns:
-      The operands, in order. Those with dimensions have the sharding of the first
-      operand that is sharded over Explicit axes; scalars stay as they are.
-    """
+def in_one_sharding(eqn: Eqn, operands: Sequence[Any]) -> Sequence[Any]:
+    """Reshard the operands of an equation if its primitive needs one sharding."""
     if eqn.primitive.name not in _OF_ONE_SHARDING:
         return operands
     return in_same_sharding(operands)
@@ -87,7 +75,7 @@ def in_one_sharding(eqn, operands: Sequence[Any]) -> Sequence[Any]:
 _OF_ONE_SHARDING = ("add_any", "select_n", "concatenate", "dynamic_update_slice")
 
 
-def in_same_sharding(operands: Sequence[Any]) -> list:
+def in_same_sharding(operands: Sequence[Any]) -> list[Any]:
     """Reshard arrays as the first one that Explicit axes shard; scalars stay."""
     shardings = [jax.typeof(x).sharding for x in operands if jax.typeof(x).ndim]
     if len({sharding.spec for sharding in shardings}) < 2:
@@ -109,21 +97,14 @@ def _is_sharded(x: Any) -> bool:
     return any(part is not None for part in jax.typeof(x).sharding.spec)
 
 
-def sharding_of_product(dimension_numbers, x, y) -> NamedSharding | None:
+def sharding_of_product(
+    dimension_numbers: DimensionNumbers, x: Array, y: Array
+) -> NamedSharding | None:
     """Return the `out_sharding` that JAX needs for a `dot_general` on Explicit axes.
 
-    JAX infers it, unless both operands have a contracted dimension that is sharded.
-
-    Args:
-      dimension_numbers: The parameter of that name of `lax.dot_general`: the contracted
-        dimensions of `x` and of `y`, and the batch dimensions of `x` and of `y`.
-      x: The left operand, an array or tracer.
-      y: The right operand, an array or tracer.
-
-    Returns:
-      The sharding of the result, in which each batch or free dimension is sharded as in
-      the operands; of a batch dimension the sharding in `x` comes first. None if no
-      contracted dimension is sharded in both operands, so that JAX infers the sharding.
+    Each batch or free dimension is sharded as in the operands; of a batch dimension the
+    sharding in `x` comes first. None if no contracted dimension is sharded in both
+    operands: JAX then infers the sharding.
     """
     (lc, rc), (lb, rb) = dimension_numbers
     (left, right) = (jax.typeof(v).sharding for v in (x, y))

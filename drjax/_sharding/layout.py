@@ -25,7 +25,7 @@ Sharp edges:
 import functools
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,9 @@ from drjax._errors import MeshError
 from drjax._partition import Partition
 
 _logger = logging.getLogger("drjax")
+
+# An entry of a `PartitionSpec`: the mesh axes over which a dimension is sharded.
+SpecEntry: TypeAlias = str | tuple[str, ...] | None
 
 
 # ---------------------------------------------------------------------------------

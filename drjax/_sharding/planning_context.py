@@ -12,31 +12,31 @@ under it, and these types are removed afterwards.
 """
 
 import contextlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import jax
 from jax.sharding import AxisType
 
 from drjax import _compat
 from drjax._compat import retype_mesh
+from drjax._compat.types import ClosedJaxpr
 from drjax._context import planned
+
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def planning(bound: bool):
+def planning(bound: bool) -> Iterator[None]:
     """Make the context manager in which a program is traced for a plan.
 
     A plan has no mesh in its equations, so building blocks bind their primitives
-    without one, as `bound` says. The context manager yields nothing.
-
-    Args:
-      bound: Whether `drjax.jit` will run the plan under the mesh in context. If True,
-        that mesh stays in context, but building blocks bind it only inside mapped
-        functions, for an inner partition; outside, an argument `mesh=` has no effect.
-        If False, no mesh is in context, so that the plan may leave the process; a
-        building block binds a mesh only if its own argument `mesh=`, or that of the
-        program, names one.
+    without one. `bound` says whether `drjax.jit` will run the plan under the mesh in
+    context. If so, that mesh stays in context, but building blocks bind it only inside
+    mapped functions, for an inner partition; outside, an argument `mesh=` has no
+    effect. If not, no mesh is in context, so that the plan may leave the process; a
+    building block binds a mesh only if its own argument `mesh=`, or that of the
+    program, names one.
     """
     if not bound:
         with _compat.without_mesh(), planned(False):
@@ -47,12 +47,10 @@ def planning(bound: bool):
         yield
 
 
-def outside_meshes():
+def outside_meshes() -> contextlib.AbstractContextManager[None]:
     """Make the context manager in which the planner traces equations of its own.
 
-    No building block in them may bind a mesh. Inside `planning(True)`, none does, so
-    the context manager does nothing. Otherwise it removes the mesh from the context, as
-    `planning(False)` does.
+    No building block in them may bind a mesh. Inside `planning(True)`, none does.
     """
     return contextlib.nullcontext() if planned.value else planning(False)
 
@@ -60,11 +58,9 @@ def outside_meshes():
 def is_bound() -> bool:
     """Decide whether `drjax.jit` plans a program under the mesh in context.
 
-    Returns:
-      True if there is a mesh in context, of `jax.set_mesh`, and all of its axes are
-      Auto: types then have no shardings, which a plan could not record. False without a
-      mesh, or if an axis is Explicit or Manual: the program is then traced outside the
-      mesh, if JAX allows that.
+    It does if all axes of that mesh are Auto: types then have no shardings, which a
+    plan could not record. Without a mesh, or if an axis is Explicit or Manual, the
+    program is traced outside the mesh, if JAX allows that.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and set(mesh.axis_types) == {AxisType.Auto}
@@ -75,24 +71,18 @@ def is_bound() -> bool:
 _REFUSALS = (AssertionError, NotImplementedError, RuntimeError, ValueError)
 
 
-def trace_without_mesh(trace: Callable[[], Any]) -> Any:
+def trace_without_mesh(
+    trace: Callable[[], tuple[ClosedJaxpr, T]],
+) -> tuple[ClosedJaxpr, T]:
     """Trace a function outside any mesh; if JAX refuses, under the mesh in context.
 
     JAX refuses some functions that close over arrays on the mesh. The jaxpr that is
-    traced under the mesh is then copied with types that have no mesh.
+    traced under the mesh is then copied with types that have no mesh. `trace` returns
+    the jaxpr and any other value; it may be called twice.
 
-    Args:
-      trace: Takes nothing, traces the function, and returns a pair: its jaxpr, and any
-        other value. It may be called twice.
-
-    Returns:
-      That pair; no type in the jaxpr has a mesh.
-
-    Raises:
-      AssertionError, NotImplementedError, RuntimeError, ValueError: The error that
-        `trace` raised outside any mesh. It is raised again if it is not about the mesh,
-        if no mesh is in context, or if the jaxpr traced under that mesh has a
-        `shard_map` or a sharding constraint.
+    The error of the trace outside any mesh is raised again if it is not about the mesh,
+    if no mesh is in context, or if the jaxpr traced under that mesh has a `shard_map`
+    or a sharding constraint.
     """
     mesh = jax.sharding.get_abstract_mesh()
     try:
@@ -111,7 +101,7 @@ def trace_without_mesh(trace: Callable[[], Any]) -> Any:
         return retype_mesh.without_mesh_types(jaxpr), rest
 
 
-def _takes_from_mesh(jaxpr) -> bool:
+def _takes_from_mesh(jaxpr: ClosedJaxpr) -> bool:
     """Return whether an input or constant of a jaxpr has a type with a mesh.
 
     That is so if the traced function closes over an array on the mesh.
