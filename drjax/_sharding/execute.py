@@ -11,7 +11,7 @@ Invariants: operands are on the mesh of the layout, and padded to k * m slices; 
 are cut to n slices. Sharp edges: the function sees padding, and has to mask it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -19,8 +19,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
 
 from drjax import _compat
+from drjax._compat.types import Array, Aval, Flags, GlobalArray, PartitionedArray
 from drjax._jaxprs.prng_keys import on_raw
 from drjax._sharding.avals import inner_spec
 from drjax._sharding.layout import Layout
@@ -28,50 +30,38 @@ from drjax._sharding.layout import Layout
 
 def shard_map_over_devices(
     layout: Layout,
-    body: Callable[..., Sequence[Any]],
-    args: Sequence[Any],
+    body: Callable[..., Sequence[Array]],
+    args: Sequence[Array],
     partitioned_in: Sequence[bool | P],
     partitioned_out: Sequence[bool | P | None],
     check_vma: bool = True,
     with_indices: bool = False,
     with_first_index: bool = False,
     result_layout: Layout | None = None,
-) -> list[Any]:
+) -> list[Array]:
     """Run a function of one device's slices on all devices of the partition.
 
     A partition of n groups on m devices gives each device k slots, of one group each;
     if m does not divide n, the last slots are padding. On a sharded layout the function
     runs in a `jax.shard_map` over the partition's mesh axes. On a local layout (one
     device has all groups) and in a user's `shard_map` over those axes it is called
-    directly.
+    directly, with operands and results of the current device.
 
-    Args:
-      layout: The layout of the partition.
-      body: The function. It takes the operands and returns a flat sequence of results:
-        of partitioned values the slices of the current device, `[k, *s]`, global values
-        whole, `[*s]`. Padded slots of operands hold zeros; what it returns in them is
-        dropped.
-      args: The operands for the whole partition: `[n, *s]` if they are partitioned,
-        `[*s]` if they are global. In a user's `shard_map` they are those of the current
-        device, which `body` takes.
-      partitioned_in: For each operand: True if it is partitioned; False if it is
-        global; a `PartitionSpec` if it is a global value that the devices divide, which
-        must be even: `body` takes the current device's part.
-      partitioned_out: For each result: True if it is partitioned; False if it is
-        global; None if each device returns a value of its own, `[1, *s]`; a
-        `PartitionSpec` if it is a global value of which each device returns its part.
-      check_vma: Whether the `shard_map` checks varying manual axes.
-      with_indices: Whether `body` takes one more argument, the last one: the group
-        indices of the device's slots, int32 `[k]`; of padding, n or more.
-      with_first_index: Whether `body` takes one more argument, the last one: the group
-        index of the device's first slot, int32 `[1]`. If so, `with_indices` is ignored.
-      result_layout: The layout of partitioned results, if they have another number of
-        groups on the same devices; None: `layout`.
+    `body` takes the operands and returns a flat sequence of results: of partitioned
+    values the slices of the current device, `[k, *s]`, global values whole, `[*s]`.
+    Padded slots of operands hold zeros; what it returns in them is dropped.
 
-    Returns:
-      The list of results: `[n, *s]` without padding if partitioned, `[*s]` if global,
-      or `[m, *s]` with a value for each device if `partitioned_out` is None for them.
-      Inside a user's `shard_map` they are the results of `body` on the current device.
+    * `partitioned_in` says how the devices divide each operand. True: it is
+      partitioned, `[n, *s]`. False: it is global. A `PartitionSpec`: it is global, and
+      `body` takes the current device's part; the devices must divide it evenly.
+    * `partitioned_out` says the same of each result. None: each device returns a value
+      of its own, `[1, *s]`, and the result is `[m, *s]`.
+    * `with_indices`: `body` takes one more argument, the last one: the group indices of
+      the device's slots, int32 `[k]`; of padding, n or more.
+    * `with_first_index`: `body` takes, in place of these, the group index of the
+      device's first slot, int32 `[1]`.
+    * `result_layout` is that of partitioned results, if they have another number of
+      groups on the same devices; None: `layout`.
     """
     if not layout.sharded:
         if with_indices or with_first_index:
@@ -101,26 +91,23 @@ def shard_map_over_devices(
     ]
 
 
-def shard_map_over_levels(layout: Layout, axes: tuple[str, ...], body: Callable, x):
+def shard_map_over_levels(
+    layout: Layout,
+    axes: tuple[str, ...],
+    body: Callable[..., GlobalArray],
+    x: PartitionedArray,
+) -> GlobalArray:
     """Reduce the partial reductions of two levels of groups, in one `shard_map`.
 
     Each group of the outer level has already reduced its inner groups on each of m
-    devices, which lie along the mesh axes of the inner level. The `shard_map` is over
-    the mesh axes of both levels.
+    devices, which lie along the mesh axes `axes` of the inner level: `x` is
+    `[n, m, *s]`. The `shard_map` is over the mesh axes of both levels. `layout` is that
+    of the outer level, which is sharded, with k slots on each device.
 
-    Args:
-      layout: The layout of the outer level, which is sharded: n groups, and on each
-        device k slots (places for one group each, of which the last may be padding).
-      axes: The names of the mesh axes of the inner level.
-      body: The function of one device. It takes the partial reductions of the device,
-        `[k, 1, *s]`, one for each slot; zeros for padding. If some slots are padding,
-        it also takes the group indices of the slots, int32 `[k]`, which are n or more
-        for padding. It returns a global value `[*t]`, equal on all devices.
-      x: For each group of the outer level, the partial reduction of each of the m
-        devices: `[n, m, *s]`.
-
-    Returns:
-      The global value that `body` returned, `[*t]`.
+    `body` takes the partial reductions of one device, `[k, 1, *s]`, zeros for padding.
+    If some slots are padding, it also takes the group indices of the slots, int32
+    `[k]`, which are n or more for padding. It returns a value that is equal on all
+    devices.
     """
     args, specs = [_pad_slices(x, layout)], [P(layout.axes, axes)]
     if layout.uneven:
@@ -137,47 +124,34 @@ def shard_map_over_levels(layout: Layout, axes: tuple[str, ...], body: Callable,
 def sharded_spec(layout: Layout, axis: int | None) -> P | bool:
     """Return how a global value is divided, as an entry of `partitioned_out`.
 
-    Args:
-      layout: The layout of the partition.
-      axis: The axis along which each device of the partition has a part of the value;
-        None: each device has all of it.
-
-    Returns:
-      A `PartitionSpec` with the partition's mesh axes at `axis`; False if `axis` is
-      None. Both are entries of the argument `partitioned_out` of
-      `shard_map_over_devices`.
+    Each device of the partition has a part along `axis`; None: each has all of it.
     """
     return False if axis is None else P(*[None] * axis, layout.axes)
 
 
 def auto_partition(
-    layout: Layout, run: Callable, args: Sequence[Any], partitioned_in: Sequence[bool]
-) -> tuple[list[Any], list[Any]]:
+    layout: Layout,
+    run: Callable[..., tuple[list[Array], list[Array]]],
+    args: Sequence[Array],
+    partitioned_in: Flags,
+) -> tuple[list[Array], list[PartitionedArray]]:
     """Run a function of all devices' slices, and leave it to the compiler to divide it.
 
     It replaces `shard_map_over_devices` for work that cannot run in a `shard_map`, such
     as indexing inside groups on a mesh with several other axes, or a map inside a
     user's `shard_map` over other axes with varying-manual-axes checking. Sharding
     constraints on the operands and results tell the compiler which device has which
-    slots.
+    slots. The layout is sharded.
 
-    Args:
-      layout: A sharded layout: n groups on m devices, each with k slots (places for one
-        group each; if m does not divide n, the last slots are padding).
-      run: The function of all slots. It takes the operands: partitioned ones as
-        `[k * m, *s]`, whose padded slots hold copies of the slice of group 0, and
-        global ones as `[*s]`. It returns a pair of lists: values with one slice for
-        each device, `[m, *s]`, and partitioned results, `[k * m, *s]`.
-      args: The operands, `[n, *s]` or `[*s]`.
-      partitioned_in: For each operand whether it is partitioned, `[n, *s]`.
-
-    Returns:
-      A pair of lists: the values of the devices, `[m, *s]`, and the partitioned results
-      without padding, `[n, *s]`.
+    `run` takes the operands for all slots: partitioned ones as `[k * m, *s]`, whose
+    padded slots hold copies of the slice of group 0, and global ones as `[*s]`. It
+    returns a pair of lists: values with one slice for each device, `[m, *s]`, and
+    partitioned results, `[k * m, *s]`. Both are returned, the latter without padding,
+    `[n, *s]`.
     """
     n = layout.partition.size
 
-    def operand(x):
+    def operand(x: PartitionedArray) -> Array:
         padded = _laid_out(_pad_slices(as_operand(x, layout, True), layout), layout)
         if not layout.uneven:
             return padded
@@ -191,40 +165,32 @@ def auto_partition(
     return own, [lax.slice_in_dim(y, 0, n) if layout.uneven else y for y in outs]
 
 
-def all_group_indices(layout: Layout):
+def all_group_indices(layout: Layout) -> Array:
     """Make an array of the group indices of all slots, int32 `[k * m]`.
 
-    Each of m devices has k slots, of one group each; slot i has group i. If i is n or
-    more, for n groups, the slot is padding. On a mesh, the array has the type of a
-    partitioned operand, so that each device gets the indices of its own slots.
+    Slot i has group i; it is padding if that is n or more. On a mesh, the array has the
+    type of a partitioned operand, so that each device gets the indices of its own
+    slots.
     """
     return as_operand(lax.iota(jnp.int32, layout.num_slots), layout, True)
 
 
-def first_group_indices(layout: Layout):
+def first_group_indices(layout: Layout) -> Array:
     """Make an array of the group index of each device's first slot, int32 `[m]`.
 
-    Each of m devices has k slots, of one group each, so device i begins with group
-    `i * k`; if that is n or more, for n groups, the device has no group. On a mesh, the
-    array has the type of a partitioned operand with one slice for each device.
+    A device whose index is n or more has no group. On a mesh, the array has the type of
+    a partitioned operand with one slice for each device.
     """
     indices = lax.iota(jnp.int32, layout.devices) * layout.per_device
     return as_operand(indices, layout, True)
 
 
-def _laid_out(x, layout: Layout):
+def _laid_out(x: Array, layout: Layout) -> Array:
     """Constrain axis 0 of `x` to be sharded over the partition's mesh axes.
 
     If these are Explicit, `x` is returned as it is: its type has the sharding already,
-    and JAX refuses constraints on such axes.
-
-    Args:
-      x: `[k * m, *s]`, a slice for each slot (a place for one group, or padding); or
-        `[m, *s]`, a slice for each device.
-      layout: A sharded layout: k slots on each of m devices.
-
-    Returns:
-      `x`, with the sharding constraint. The other dimensions stay unconstrained.
+    and JAX refuses constraints on such axes. `x` is `[k * m, *s]` or `[m, *s]`. The
+    other dimensions stay unconstrained. The layout is sharded.
     """
     if layout.spec_entry is not None:
         return x
@@ -233,22 +199,13 @@ def _laid_out(x, layout: Layout):
     return lax.with_sharding_constraint(x, NamedSharding(layout.mesh, spec))
 
 
-def undivided_if_uneven(x, layout: Layout, axis: int):
+def undivided_if_uneven(x: GlobalArray, layout: Layout, axis: int) -> GlobalArray:
     """Keep XLA from dividing a global value along an axis, if that would be uneven.
 
-    The value is about to be scattered: each group gets its slice. XLA's partitioner
-    aborts the process if it divides the result of a `scatter-add` unevenly
+    The value is about to be scattered: each group gets its slice along `axis`. XLA's
+    partitioner aborts the process if it divides the result of a `scatter-add` unevenly
     (`PadBaseShapeBeforeUnevenTiledSharding`), and the gradient of a global value may be
     such a result. All devices have a global value, so the constraint costs nothing.
-
-    Args:
-      x: The global value, with a slice for each group along `axis`.
-      layout: The layout of the partition.
-      axis: The axis of `x` that becomes the group axis.
-
-    Returns:
-      `x`, constrained not to be sharded along `axis`. `x` itself if the layout is not
-      sharded, or if the devices divide the groups evenly.
     """
     if not (layout.sharded and layout.uneven):
         return x
@@ -259,22 +216,15 @@ def undivided_if_uneven(x, layout: Layout, axis: int):
 
 
 def shard_map(
-    layout: Layout, fn: Callable, in_specs: Any, out_specs: Any, check_vma: bool = True
-) -> Callable:
+    layout: Layout,
+    fn: Callable[..., Any],
+    in_specs: Any,
+    out_specs: Any,
+    check_vma: bool = True,
+) -> Callable[..., Any]:
     """Map `fn` by `jax.shard_map` over the partition's mesh axes only.
 
-    Outside any trace the mapped function is also jitted, as JAX cannot nest
-    `shard_map`s over different axes eagerly.
-
-    Args:
-      layout: A sharded layout. If its mesh is abstract, the mesh in context is used.
-      fn: The function of one device's values, by positional arguments.
-      in_specs: The `PartitionSpec`s of the arguments, as for `jax.shard_map`.
-      out_specs: The `PartitionSpec`s of the results, as for `jax.shard_map`.
-      check_vma: Whether JAX checks over which Manual axes values vary.
-
-    Returns:
-      The function of the whole arrays of all devices.
+    The layout is sharded. If its mesh is abstract, the mesh in context is used.
     """
     mesh = layout.mesh if isinstance(layout.mesh, Mesh) else None
     mapped = jax.shard_map(
@@ -285,7 +235,9 @@ def shard_map(
     return mapped if _compat.under_trace() else jax.jit(mapped)
 
 
-def on_own_shards(layout: Layout, fn: Callable, xs: list) -> list:
+def on_own_shards(
+    layout: Layout, fn: Callable[[list[Array]], list[Array]], xs: list[Array]
+) -> list[Array]:
     """Run a function on a device's own shards of values that Explicit axes shard.
 
     It is called in the code of one device of the partition. `fn` takes and returns a
@@ -307,21 +259,12 @@ def on_own_shards(layout: Layout, fn: Callable, xs: list) -> list:
     ]
 
 
-def vary(x, axes):
-    """Cast `x` to vary over all of the mesh axes `axes`, by `lax.pcast(to="varying")`.
+def vary(x: Array, axes: Iterable[str]) -> Array:
+    """Cast `x` to vary over all of the Manual mesh axes, by `lax.pcast(to="varying")`.
 
     The cast communicates nothing. JAX calls it pbroadcast; its transpose is a psum, a
     sum over the devices along these axes (JAX note 17111, "Efficient transposition of
     replication-inducing collectives").
-
-    Args:
-      x: An array or tracer.
-      axes: The names of Manual mesh axes. Those over which `x` varies already are left
-        out.
-
-    Returns:
-      The same value; `x` itself if no axis is left, or outside a `shard_map` with
-      `check_vma=True`.
     """
     if not _compat.check_vma():
         return x
@@ -329,16 +272,13 @@ def vary(x, axes):
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def full_of_type(like, fill):
+def full_of_type(like: Any, fill: ArrayLike) -> Array:
     """Make an array of the type of `like`, with the number `fill` in each element.
 
-    It has the shape and dtype of `like`, its sharding on Explicit axes, and varies over
-    the Manual mesh axes over which `like` varies, so that it can be the carry of a loop
-    or the result of a branch: JAX requires equal types of these.
-
-    Args:
-      like: A `jax.ShapeDtypeStruct`, such as `jax.eval_shape` returns.
-      fill: The number.
+    It has the shape and dtype of `like`, a `jax.ShapeDtypeStruct` such as
+    `jax.eval_shape` returns, its sharding on Explicit axes, and varies over the Manual
+    mesh axes over which `like` varies, so that it can be the carry of a loop or the
+    result of a branch: JAX requires equal types of these.
     """
     explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
     sharding = like.sharding if explicit else None
@@ -346,7 +286,7 @@ def full_of_type(like, fill):
     return vary(x, _compat.varying(like)) if _compat.check_vma() else x
 
 
-def as_operand(x, layout: Layout, partitioned: bool):
+def as_operand(x: Array, layout: Layout, partitioned: bool) -> Array:
     """Give an array the type that the operand of a building block needs on a mesh.
 
     It is called outside the primitive, so that JAX transposes what it does: a global
@@ -357,14 +297,6 @@ def as_operand(x, layout: Layout, partitioned: bool):
     * If the layout has a concrete mesh that is not JAX's mesh in context, an array
       under a trace gets a sharding constraint that names no axes. `jit` finds the
       devices in it, as it does not look for them in drjax's primitives.
-
-    Args:
-      x: An array or a tracer.
-      layout: The layout of the partition.
-      partitioned: Whether `x` is partitioned, `[n, *s]`, or global.
-
-    Returns:
-      An array with the values of `x`; `x` itself if the layout is not sharded.
     """
     mesh, aval = layout.mesh, _compat.typeof(x)
     if mesh is None or not layout.sharded:
@@ -382,16 +314,13 @@ def as_operand(x, layout: Layout, partitioned: bool):
     return x
 
 
-def with_sharding_of(x, aval):
+def with_sharding_of(x: Any, aval: Aval) -> Any:
     """Reshard an array to the sharding of a type, on Explicit axes.
 
-    Elsewhere the array is returned unchanged. On Explicit axes, a sharding is a part of
-    a type. JAX checks that a cotangent has that of its primal value, that a loop's step
-    keeps those of the carry, and that the branches of a `cond` return the same ones.
-
-    Args:
-      x: An array, tracer or symbolic zero (which is returned unchanged).
-      aval: The type with the sharding.
+    Elsewhere the array is returned unchanged; a symbolic zero always is. On Explicit
+    axes, a sharding is a part of a type. JAX checks that a cotangent has that of its
+    primal value, that a loop's step keeps those of the carry, and that the branches of
+    a `cond` return the same ones.
     """
     if type(x) is _compat.Zero:
         return x
@@ -402,37 +331,24 @@ def with_sharding_of(x, aval):
     return jax.sharding.reshard(x, aval.sharding)
 
 
-def with_shardings_of(xs: Sequence, like: Sequence) -> list:
-    """Reshard arrays to the shardings of as many others, on Explicit axes.
-
-    Args:
-      xs: Arrays or tracers.
-      like: Arrays or tracers of the same shapes; only their types are used.
-    """
+def with_shardings_of(xs: Sequence[Array], like: Sequence[Array]) -> list[Array]:
+    """Reshard arrays to the shardings of as many others, on Explicit axes."""
     pairs = zip(xs, like, strict=True)
     return [with_sharding_of(x, _compat.typeof(y)) for x, y in pairs]
 
 
-def _pad_slices(x, layout: Layout):
+def _pad_slices(x: PartitionedArray, layout: Layout) -> Array:
     """Pad a partitioned value `[n, *s]` with slices of zeros to `[k * m, *s]`.
 
-    Each of m devices has k slots, of one group each, so `k * m - n` slots have no
-    group. The slices for them are appended as zeros; of typed random keys, as zeros of
-    key data. Before the work of groups runs, `copy_slice_to_padding` (in `padding.py`)
-    replaces these zeros by copies of a group's slice.
-
-    Args:
-      x: The value.
-      layout: The layout of the partition.
-
-    Returns:
-      The array `[k * m, *s]`; `x` itself if m divides n.
+    Of typed random keys, they are zeros of key data. Before the work of groups runs,
+    `copy_slice_to_padding` (in `padding.py`) replaces these zeros by copies of a
+    group's slice.
     """
     extra = layout.per_device * layout.devices - layout.partition.size
     if not extra:
         return x
 
-    def padded(x):
+    def padded(x: Array) -> Array:
         zero = jnp.zeros((), x.dtype)
         return lax.pad(x, zero, [(0, extra, 0)] + [(0, 0, 0)] * (x.ndim - 1))
 

@@ -32,8 +32,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
 
 from drjax import _compat
+from drjax._compat.types import Array, DeviceArray
 from drjax._context import current_scope, planned
 from drjax._errors import MeshError
 from drjax._partition import Partition
@@ -51,16 +53,9 @@ SpecEntry: TypeAlias = str | tuple[str, ...] | None
 def axis_sizes(mesh: Any, shardings: Any) -> dict[str, int]:
     """Return the sizes of the axes of a compiled function's mesh by name, major first.
 
-    Args:
-      mesh: The mesh that the user passed. None: the mesh in context; or without one,
-        the largest mesh in `shardings`.
-      shardings: A tree of the shardings of the function's arguments and results.
-
-    Returns:
-      A dict from axis names to sizes; {} if there is no mesh.
-
-    Raises:
-      MeshError: `mesh` is neither a mesh nor None.
+    The mesh is the one that the user passed; else the one in context; else the largest
+    one in the tree `shardings` of the function's arguments and results. {} if there is
+    none.
     """
     _check_is_mesh(mesh)
     mesh = _mesh_in_context() if mesh is None else mesh
@@ -95,7 +90,7 @@ def _check_is_mesh(mesh: Any) -> None:
         )
 
 
-def _mesh_in_context() -> Any:
+def _mesh_in_context() -> Mesh | AbstractMesh | None:
     """Return the mesh of `jax.set_mesh` or of `with mesh:`; None if there is none."""
     context = jax.sharding.get_abstract_mesh()
     return _compat.legacy_mesh() if context.empty else context
@@ -104,25 +99,15 @@ def _mesh_in_context() -> Any:
 def find_mesh(partition: Partition, mesh: Any = None) -> Mesh | AbstractMesh | None:
     """Choose the mesh to shard a partition over; None: the program then runs locally.
 
-    Args:
-      partition: The partition.
-      mesh: The mesh that the user passed, or None for the one in context: that of
-        `jax.set_mesh` or of a `with mesh:` block.
+    `mesh` is the one that the user passed, or None for the one in context: that of
+    `jax.set_mesh` or of a `with mesh:` block. If it was passed under `jax.set_mesh`,
+    the result is the equal mesh of the context, which knows what axes are Manual.
 
-    Returns:
-      The mesh, if it has the partition's axes. If `mesh` was passed under
-      `jax.set_mesh`, it is the equal mesh of the context, which knows what axes are
-      Manual. None in four cases: there is no mesh; it has none of the partition's axes;
-      the call is inside a function that is mapped over a partition on one of the same
-      axes; or a program is being traced for a plan that `drjax.jit` runs under the mesh
-      in context (`planning(True)`), outside mapped functions, as such a plan has no
-      mesh in its equations.
-
-    Raises:
-      MeshError: `mesh` is no mesh, differs from the mesh in context, or is an
-        `AbstractMesh` although no mesh is in context; the mesh has only some of the
-        partition's axes, or only some of these are Manual; or the devices do not divide
-        the groups, and the axes are Manual or Explicit.
+    None in four cases: there is no mesh; it has none of the partition's axes; the call
+    is inside a function that is mapped over a partition on one of the same axes; or a
+    program is being traced for a plan that `drjax.jit` runs under the mesh in context
+    (`planning(True)`), outside mapped functions, as such a plan has no mesh in its
+    equations. A mesh on which the partition cannot be laid out is a `MeshError`.
     """
     context = jax.sharding.get_abstract_mesh()
     mapped = current_scope().mapped
@@ -168,29 +153,17 @@ def find_mesh(partition: Partition, mesh: Any = None) -> Mesh | AbstractMesh | N
 
 
 @functools.lru_cache(maxsize=1024)
-def _log_missing_axis(axes, axis_names) -> None:
-    """Log that a mesh has none of a partition's axes; once for each pair of arguments.
-
-    The function is cached, so that equal arguments log nothing the next time.
-
-    Args:
-      axes: The names of the partition's mesh axes, a tuple.
-      axis_names: The names of the mesh's axes, a tuple.
-    """
+def _log_missing_axis(axes: tuple[str, ...], axis_names: tuple[str, ...]) -> None:
+    """Log that a mesh has none of a partition's axes; once for equal arguments."""
     _logger.info(
         "mesh with axes %s has no axis %s: the program runs locally", axis_names, axes
     )
 
 
 def _check_devices(mesh: Mesh, current: Mesh) -> None:
-    """Check that the argument `mesh=` has the devices of the mesh in context.
+    """Check that the argument `mesh=` has the devices of the mesh in context, in order.
 
-    Args:
-      mesh: The argument.
-      current: The mesh in context, with the same number of devices.
-
-    Raises:
-      MeshError: It has other devices, or the same ones in another order.
+    Both have the same number of devices.
     """
     pairs = zip(mesh.devices.flat, current.devices.flat, strict=False)
     for device, needed in pairs:
@@ -202,7 +175,7 @@ def _check_devices(mesh: Mesh, current: Mesh) -> None:
             )
 
 
-def _show(mesh) -> str:
+def _show(mesh: Any) -> str:
     """Format a mesh for an error, axes with sizes: `(clients: 4, model: 2)`."""
     return "(" + ", ".join(f"{k}: {v}" for k, v in mesh.shape_tuple) + ")"
 
@@ -224,13 +197,10 @@ class Layout:
     over these axes, so that values are one device's slices already. Sharded: otherwise;
     drjax's code for a device's slices then needs a `shard_map` around it.
 
-    Attributes:
-      partition: The partition, n groups.
-      mesh: The mesh over which it is sharded; None: the layout is local.
-      axes: The names of the partition's mesh axes, () if the layout is local.
-      devices: m, the number of devices along those axes, 1 if the layout is local.
-      manual: Whether those axes are Manual already, inside a user's `shard_map` over
-        them.
+    Attributes: mesh: The mesh over which it is sharded; None: the layout is local.
+    axes: The names of the partition's mesh axes, () if the layout is local. devices: m,
+    the number of devices along those axes, 1 if the layout is local. manual: Whether
+    those axes are Manual already, inside a user's `shard_map` over them.
     """
 
     partition: Partition
@@ -241,16 +211,15 @@ class Layout:
 
     @property
     def per_device(self) -> int:
-        """The number k of slots (places for a group) on each device, ceil(n / m)."""
+        """The number k of slots on each device."""
         return -(-self.partition.size // self.devices)
 
     @property
     def group_axis_size(self) -> int:
         """The size of the group axis that partitioned values have in the user's code.
 
-        It is n, the number of groups: partitioned values are `[n, *s]`. Inside a user's
-        `shard_map` over the partition's axes, code sees only the slices of one device,
-        `[k, *s]`, and the size is k, the number of groups on each device.
+        They are `[n, *s]`. Inside a user's `shard_map` over the partition's axes, code
+        sees only the slices of one device, `[k, *s]`.
         """
         return self.per_device if self.manual else self.partition.size
 
@@ -268,9 +237,8 @@ class Layout:
     def partial_count(self) -> int:
         """The number of groups on the one device that has both groups and padding.
 
-        A device has k slots, which are places for one group each. The groups fill the
-        slots of the devices in order, so that one device may be filled partly, with n
-        mod k groups. 0 if there is no such device.
+        The groups fill the slots of the devices in order, so that one device may be
+        filled partly, with n mod k groups. 0 if there is no such device.
         """
         return self.partition.size % self.per_device
 
@@ -317,28 +285,24 @@ class Layout:
 
     @property
     def num_slots(self) -> int:
-        """The number of all slots, k * m for k slots on each of m devices.
-
-        A slot is a place for one group; the last ones may be padding.
-        """
+        """The number of all slots, k * m, with padding."""
         return self.per_device * self.devices
 
     @property
     def spmd_axes(self) -> tuple[str, ...] | None:
         """The `spmd_axis_name` to pass to a `jax.vmap` over all groups of a partition.
 
-        It is the tuple of the partition's mesh axes, () if the layout is local. None if
-        one of them is Explicit: `vmap` then reads the axes in the types of operands.
+        None if one of the partition's axes is Explicit: `vmap` then reads the axes in
+        the types of operands.
         """
         return None if self.spec_entry else self.axes
 
     @property
-    def spec_entry(self):
+    def spec_entry(self) -> SpecEntry:
         """The `PartitionSpec` entry of the group axis, in a partitioned value's type.
 
-        It is those axes of the partition that are Explicit, as only these are in types:
-        the name of one axis, or a tuple of several names. None if there are none, or if
-        the layout is not sharded.
+        It has those axes of the partition that are Explicit, as only these are in
+        types. None if there are none, or if the layout is not sharded.
         """
         if not self.sharded:
             return None
@@ -346,32 +310,25 @@ class Layout:
         entry = tuple(a for a in self.axes if types[a] == AxisType.Explicit)
         return entry[0] if len(entry) == 1 else entry or None
 
-    def group_indices(self):
+    def group_indices(self) -> Array:
         """Make an array of the group indices of this device's slots, int32 `[k]`.
 
-        Each device has k slots (places for one group). The index of a padded slot,
-        which has no group, is n, the number of groups, or more. If the layout has mesh
-        axes, they must be Manual where this is called: it uses `lax.axis_index`.
+        That of padding is n or more. If the layout has mesh axes, they must be Manual
+        where this is called: it uses `lax.axis_index`.
         """
         local = lax.iota(jnp.int32, self.per_device)
         if not self.axes:
             return local
         return lax.axis_index(self.axes) * self.per_device + local
 
-    def mask_padding(self, x, indices, fill):
+    def mask_padding(
+        self, x: DeviceArray, indices: Array | None, fill: ArrayLike
+    ) -> DeviceArray:
         """Replace the slices of padded slots, so that a reduction ignores them.
 
-        Args:
-          x: The slices of some of a device's slots (places for one group each),
-            `[slots, *s]`.
-          indices: The group indices of these slots, int32 `[slots]`. A slot whose index
-            is n, the number of groups, or more is padding. None: no slot is padding,
-            and `x` is returned unchanged.
-          fill: The number to put in every element of padded slices: the identity of the
-            reduction, such as 0 for a sum.
-
-        Returns:
-          The slices, `[slots, *s]`, of the dtype of `x`.
+        `x` has the slices of some of a device's slots, `[slots, *s]`, and `indices`
+        their group indices, int32 `[slots]`, n or more for padding; None: no slot is
+        padding. `fill` is the identity of the reduction, such as 0 for a sum.
         """
         if indices is None:
             return x
@@ -381,19 +338,9 @@ class Layout:
 
 @functools.lru_cache(maxsize=1024)
 def make_layout(partition: Partition, mesh: Mesh | AbstractMesh | None) -> Layout:
-    """Make the layout of a partition on a mesh; cached.
+    """Make the layout of a partition on a mesh that has all of its axes; cached.
 
-    Args:
-      partition: The partition.
-      mesh: A mesh that has all of the partition's axes; None: the layout is local, with
-        all groups on one device.
-
-    Returns:
-      The `Layout`; the same one for equal arguments.
-
-    Raises:
-      MeshError: There is no such layout: only some of the partition's axes are Manual;
-        or the devices do not divide the groups, and the axes are Manual or Explicit.
+    Without a mesh, the layout is local. A `MeshError` says why there is none.
     """
     if mesh is None:
         return Layout(partition, None, (), 1, False)
@@ -435,12 +382,6 @@ def axes_of_groups(layout: Layout) -> tuple[str, ...]:
     They are the axes of the layout. But while `drjax.jit` traces a plan under the mesh
     in context, layouts have no mesh: then they are those of the partition's axes that
     the mesh in context has and that are not Manual.
-
-    Args:
-      layout: The layout of the partition.
-
-    Returns:
-      The names of the axes, a tuple; () if there are none.
     """
     if layout.axes or not planned.value:
         return layout.axes
@@ -452,13 +393,7 @@ def axes_of_groups(layout: Layout) -> tuple[str, ...]:
 def other_axes(layout: Layout) -> list[str]:
     """Return the Auto mesh axes, larger than one, that are not the partition's.
 
-    A model may be sharded over them inside a group.
-
-    Args:
-      layout: The layout of the partition.
-
-    Returns:
-      The names of the axes, in the order of the mesh; [] if there are none, or no mesh.
+    A model may be sharded over them inside a group. They are in the order of the mesh.
     """
     if layout.mesh is None:
         return []
@@ -470,7 +405,7 @@ def other_axes(layout: Layout) -> list[str]:
     ]
 
 
-def _axis_types(mesh) -> dict[str, AxisType]:
+def _axis_types(mesh: Any) -> dict[str, AxisType]:
     """Map the name of each axis of a mesh to its type: Auto, Explicit or Manual."""
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
@@ -478,19 +413,10 @@ def _axis_types(mesh) -> dict[str, AxisType]:
 def host_sharding(partition: Partition, mesh: Any) -> NamedSharding | None:
     """Choose the sharding in which `drjax.shard` places data `[n, ...]` on the devices.
 
-    Args:
-      partition: The partition, n groups.
-      mesh: The mesh that the user passed, or None for the one in context.
-
-    Returns:
-      A `NamedSharding` that divides axis 0 over the partition's mesh axes. It is
-      replicated if the devices do not divide the groups, as JAX stores no uneven
-      shards, and inside a user's `shard_map` over these axes. None if there is no mesh
-      with the partition's axes.
-
-    Raises:
-      MeshError: The mesh names no devices, has only some of the partition's axes, or
-        differs from the mesh in context; or the partition cannot be laid out on it.
+    It divides axis 0 over the partition's mesh axes. It is replicated if the devices do
+    not divide the groups, as JAX stores no uneven shards, and inside a user's
+    `shard_map` over these axes. None if there is no mesh with the partition's axes.
+    `mesh` is the one that the user passed, or None for the one in context.
     """
     if (mesh := find_mesh(partition, mesh)) is None:
         return None
