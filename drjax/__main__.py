@@ -11,16 +11,9 @@ from drjax._plan_file.inspect import inspect
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line, and return the exit status.
+    """Run the command line; return 1 if the plan file cannot be read or drawn, else 0.
 
-    Args:
-      arguments: The arguments after the name of the program; None: those of `sys.argv`.
-
-    Returns:
-      0; or 1 if the plan file cannot be read or drawn.
-
-    Raises:
-      SystemExit: The arguments are wrong, or ask for help.
+    The arguments are those after the name of the program; None: those of `sys.argv`.
     """
     parser = argparse.ArgumentParser(prog="python -m drjax", description=__doc__)
     versions = f"drjax {version('drjax')}, JAX {jax.__version__}"

@@ -10,6 +10,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -34,6 +35,7 @@ class LeftOut:
 
     @classmethod
     def of(cls, fn: Callable) -> "LeftOut":
+        """Return the one that all programs of the code of `fn` share."""
         inner = inspect.unwrap(fn)
         code = getattr(getattr(inner, "__func__", inner), "__code__", None)
         return cls() if code is None else cls._of_code.setdefault(code, cls())
@@ -67,16 +69,13 @@ def leaves_groups_out(name: str) -> bool:
 class Scope:
     """The ambient partition and mesh, on which building blocks act by default.
 
-    Attributes:
-      partition: The ambient partition: of the innermost program, the outermost level
-        that no `map_fn` of the program maps over. None outside of programs; and in a
-        mapped function, unless `enter_level` has entered a level inside, or a program
-        is called in the function.
-      mesh: The mesh given to that program; None for the mesh in context.
-      mapped: The partitions whose mapped functions are being traced, outermost first.
-      levels: If that program has several levels, all of them, outermost first, also
-        while its mapped functions are traced; else ().
-      left_out: Whether that program leaves groups out of reductions.
+    Attributes: partition: The ambient partition: of the innermost program, the
+    outermost level that no `map_fn` of the program maps over. None outside of programs;
+    and in a mapped function, unless `enter_level` has entered a level inside, or a
+    program is called in the function. mesh: The mesh given to that program; None for
+    the mesh in context. mapped: The partitions whose mapped functions are being traced,
+    outermost first. levels: If that program has several levels, all of them, outermost
+    first, also while its mapped functions are traced; else ().
     """
 
     partition: Partition | None = None
@@ -89,10 +88,9 @@ class Scope:
     def open_levels(self) -> tuple[Partition, ...]:
         """The levels on which building blocks may act now, outermost first.
 
-        In a program with one partition they are `(partition,)`. In a program with
-        several levels they are `partition`, the outermost level that no enclosing
-        `map_fn` maps over, and all levels inside it. () if `partition` is None: outside
-        of programs, and in a mapped function in which no inner level is left to act on.
+        In a program with several levels they are `partition`, the outermost level that
+        no enclosing `map_fn` maps over, and all levels inside it. () outside of
+        programs, and in a mapped function in which no inner level is left to act on.
         """
         if self.partition is None:
             return ()
@@ -130,7 +128,7 @@ def current_scope() -> Scope:
 
 def program_scope(
     levels: tuple[Partition, ...], mesh: Any, left_out: LeftOut
-) -> Callable[[], Any]:
+) -> Callable[[], AbstractContextManager[Any]]:
     """Make the function that enters a program's scope, for each call of the program.
 
     The `Scope` is made once, when the program is decorated, so that a call costs
@@ -139,14 +137,7 @@ def program_scope(
     name of one of these. And while `make_plan(open_groups=True)` traces a program a
     second time, with one more group, the scope has the partition of that size.
 
-    Args:
-      levels: The partitions of the program, outermost first; one if it has no levels.
-      mesh: The mesh of the program, or None for the mesh in context.
-      left_out: Whether the program leaves groups out of reductions.
-
-    Returns:
-      `enter()`, which returns a context manager. In it, `current_scope()` is the scope
-      of the program.
+    The levels are outermost first; a program with one partition has one.
     """
     outermost, *below = levels
     several = levels if below else ()
@@ -157,7 +148,7 @@ def program_scope(
     return functools.partial(_enter, alone, levels)
 
 
-def _enter(alone: Scope, levels: tuple[Partition, ...]):
+def _enter(alone: Scope, levels: tuple[Partition, ...]) -> AbstractContextManager[Any]:
     """Enter a program's scope, `alone` outside of mapped functions."""
     outer = scope_context.value
     if outer is None or not outer.mapped:
@@ -183,7 +174,7 @@ def _as_traced(partition: Partition) -> Partition:
     return with_size(partition, resized.value[1])
 
 
-def enter_mapped(partition: Partition):
+def enter_mapped(partition: Partition) -> AbstractContextManager[Any]:
     """Return the context manager in which the function of a `map_fn` is traced.
 
     In it, `current_scope().partition` is None, so that a building block without
@@ -191,9 +182,6 @@ def enter_mapped(partition: Partition):
     `current_scope().mapped` ends with `partition`. If the program has several levels,
     its mesh and levels stay in the scope, as `enter_level` may enter an inner level in
     the function. Otherwise they are not in it.
-
-    Args:
-      partition: The partition that the `map_fn` maps over.
     """
     scope = current_scope()
     mapped = (*scope.mapped, partition)
@@ -203,15 +191,10 @@ def enter_mapped(partition: Partition):
     return scope_context(Scope(None, scope.mesh, mapped, scope.levels, scope.left_out))
 
 
-def enter_level(partition: Partition):
+def enter_level(partition: Partition) -> AbstractContextManager[Any]:
     """Return the context manager in which building blocks act on an inner level.
 
-    It is entered in a function that is mapped over the level around it. In it,
-    `current_scope().partition` is `partition`; the mesh, the levels and the mapped
-    partitions of the scope stay.
-
-    Args:
-      partition: The level just inside the one that is mapped over.
+    It is entered in a function that is mapped over the level around it.
     """
     scope = current_scope()
     return scope_context(replace(scope, partition=partition))
@@ -220,24 +203,9 @@ def enter_level(partition: Partition):
 def resolve_partition(block: str, mesh: Any, partition: Any) -> tuple[Partition, Any]:
     """Resolve the partition, and the mesh, on which a building block acts.
 
-    Args:
-      block: The name of the building block, for errors.
-      mesh: Its argument `mesh=`, a `jax.sharding.Mesh` or `AbstractMesh`, or None.
-      partition: Its argument `partition=`, a `Partition`, a mapping such as
-        `{"clients": 100}`, or a program; None: the ambient partition, which is that of
-        the current scope.
-
-    Returns:
-      `(partition, mesh)`. The mesh is the argument. If that is None, it is the mesh of
-      the program if the partition is the ambient one, and None for any other partition.
-      None stands for the mesh in context.
-
-    Raises:
-      ScopeError: `partition` is None, and no partition is ambient: outside of programs,
-        and in a mapped function in which no inner level is left to act on. Or
-        `partition` is not the ambient one, and an enclosing mapped function is over a
-        partition of the same name.
-      DrjaxTypeError, DrjaxValueError: `partition` does not define one partition.
+    The arguments `mesh` and `partition` are those of the block; they may be None. The
+    partition is then the ambient one. The mesh is that of the program, if the partition
+    is the ambient one; a mesh of None stands for the one in context.
     """
     scope = current_scope()
     if partition is not None:
@@ -272,14 +240,6 @@ def _check_not_mapped(block: str, partition: Partition, scope: Scope) -> None:
 
     Inside a function mapped over clients, which sees one client, a reduction over
     `partition={"clients": n}` would have to combine all clients.
-
-    Args:
-      block: The name of the building block, for the error.
-      partition: The partition that its argument `partition=` names.
-      scope: The current scope.
-
-    Raises:
-      ScopeError: An enclosing mapped function is over a partition of the same name.
     """
     for outer in scope.mapped:
         if outer.name == partition.name:

@@ -59,19 +59,8 @@ def with_size(partition: Partition, size: Any) -> Partition:
 def as_partition(value: Any, mesh_axes: Any = None) -> Partition:
     """Convert what `partition=` or `@drjax.program` takes to a `Partition`.
 
-    Args:
-      value: A `Partition`, a mapping such as `{"clients": 100}`, or a program, which is
-        a function that `@drjax.program` has decorated.
-      mesh_axes: With a mapping, the mesh axis or axes to shard the partition over;
-        None: the axis that has the partition's name.
-
-    Returns:
-      The `Partition`; of a program its own.
-
-    Raises:
-      DrjaxTypeError: `value` is something else, or a part of it has the wrong type.
-      DrjaxValueError: The mapping has not exactly one item, the size is below one, a
-        mesh axis is named twice, or the program has several levels.
+    That is a `Partition`, a mapping such as `{"clients": 100}`, or a program.
+    `mesh_axes` are those of a mapping; None: the axis that has the partition's name.
     """
     if isinstance(value, Partition):
         return value
@@ -101,14 +90,9 @@ def as_partition(value: Any, mesh_axes: Any = None) -> Partition:
 
 
 def attached_levels(value: Any) -> tuple[Partition, ...]:
-    """Return the partitions of a program, outermost level first.
+    """Return the partitions of a program, outermost first; () of any other object.
 
-    Args:
-      value: Any object. A program is a function decorated with `@drjax.program`, whose
-        attribute `partition` is a `Partition`, or the tuple of its levels.
-
-    Returns:
-      A tuple with one partition for each level; () if `value` is no program.
+    The attribute `partition` of a program is a `Partition`, or the tuple of its levels.
     """
     attached = getattr(value, "partition", None)
     levels: Any = attached if isinstance(attached, tuple) else (attached,)
@@ -121,9 +105,9 @@ def show_levels(levels: Sequence[Partition]) -> str:
 
 
 def integer_of(value: Any) -> int | None:
-    """The `int` that a value stands for; None if it is no integer, or a bool.
+    """Return the `int` that a value stands for; None if it is no integer, or a bool.
 
-    `value` may be an int, or an object with `__index__`, such as a NumPy integer.
+    An object with `__index__`, such as a NumPy integer, stands for one.
     """
     if isinstance(value, bool):
         return None
@@ -134,16 +118,7 @@ def integer_of(value: Any) -> int | None:
 
 
 def _check_size(name: str, size: Any) -> int:
-    """Check that a partition's size is a positive integer, and return it as an `int`.
-
-    Args:
-      name: The name of the partition, for errors.
-      size: The size: an int, or an object with `__index__`, such as a NumPy integer.
-
-    Raises:
-      DrjaxTypeError: The size is not an integer.
-      DrjaxValueError: The size is below one.
-    """
+    """Check that a partition's size is a positive integer, and return the `int`."""
     number = integer_of(size)
     if number is None:
         raise DrjaxTypeError(
@@ -162,17 +137,8 @@ def _check_size(name: str, size: Any) -> int:
 def _check_axes(name: str, axes: Any) -> tuple[str, ...]:
     """Check the mesh axes of a partition, and return them as a tuple of names.
 
-    Args:
-      name: The name of the partition.
-      axes: The name of a mesh axis, or a sequence of names. An empty one stands for the
-        axis that has the partition's name.
-
-    Returns:
-      The names of the mesh axes, a tuple that is not empty.
-
-    Raises:
-      DrjaxTypeError: An axis is not a nonempty string.
-      DrjaxValueError: An axis is named twice.
+    The argument is a name, or a sequence of names. An empty one stands for the axis
+    that has the partition's name.
     """
     if isinstance(axes, str):
         axes = (axes,)

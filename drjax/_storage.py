@@ -27,14 +27,10 @@ _SCHEME = "[A-Za-z][A-Za-z0-9+.-]+:"  # of two characters or more: C: is a drive
 def locate(path: Any) -> Path | str:
     """Tell local paths from URLs: return a `Path`, or the URL as text.
 
-    Args:
-      path: A text, bytes, or an object that stands for a path: `os.PathLike`, or one of
-        universal_pathlib. A `file://` URL is a local path.
-
-    Raises:
-      TypeError: `path` has another type.
-      ValueError: The text is empty, or it is a URL that `pathlib.Path` has changed,
-        such as `gs:/bucket/run` with one slash.
+    The argument is a text, bytes, or an object that stands for a path: `os.PathLike`,
+    or one of universal_pathlib. A `file://` URL is a local path. What has another type
+    is a `TypeError`; an empty text, and a URL that `pathlib.Path` has changed, such as
+    `gs:/bucket/run` with one slash, are `ValueError`s.
     """
     if isinstance(path, bytes):
         path = os.fsdecode(path)
@@ -58,18 +54,10 @@ def locate(path: Any) -> Path | str:
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """Open the file system of a URL by fsspec.
+    """Return the `fsspec.AbstractFileSystem` of a URL, and the path of the URL in it.
 
-    Args:
-      url: The URL of a file or folder, such as `gs://bucket/run`.
-
-    Returns:
-      `(file system, path)`: an `fsspec.AbstractFileSystem`, and the path of the URL in
-      it.
-
-    Raises:
-      ImportError: fsspec, or what it needs for this file system, is not installed.
-      ValueError: fsspec knows no such file system.
+    Without fsspec, or what it needs for this file system, it raises an `ImportError`;
+    of a file system that fsspec does not know, a `ValueError`.
     """
     try:
         import fsspec
@@ -87,15 +75,7 @@ class NotRegularError(OSError):
 
 
 def read_file(path: Path | str) -> bytes:
-    """Read a file, and return all of its bytes.
-
-    Args:
-      path: A local `Path`, or a URL as text.
-
-    Raises:
-      OSError: The file cannot be read, or is no regular file.
-      ImportError, ValueError: The path is a URL whose file system fsspec cannot open.
-    """
+    """Read a file at a local path or a URL, and return all of its bytes."""
     if isinstance(path, str):
         system, name = file_system(path)
         return _call(path, lambda: system.cat_file(name))
@@ -108,13 +88,6 @@ def open_regular(path: Path) -> Any:
 
     Folders, pipes and devices are refused: they may have no end, or block because no
     process writes to them.
-
-    Args:
-      path: The path of the file.
-
-    Raises:
-      NotRegularError: The path is that of a folder, a pipe or a device.
-      OSError: The file cannot be opened.
     """
     # Without O_NONBLOCK, to open a pipe waits for one who writes.
     number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | _BINARY)
@@ -133,18 +106,11 @@ _BINARY = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 def write_file(path: Path | str, data: bytes) -> None:
-    """Write a file as a whole, and create the folders that it is in.
+    """Write a file at a local path or a URL, and create the folders that it is in.
 
-    A local file of this name is replaced at once, when the new one is complete. If the
-    path is a link, the file that it leads to is replaced.
-
-    Args:
-      path: A local `Path`, or a URL as text.
-      data: The contents of the file.
-
-    Raises:
-      OSError: The file cannot be written. A local file is then as it was before.
-      ImportError, ValueError: The path is a URL whose file system fsspec cannot open.
+    A local file of this name is replaced at once, when the new one is complete; after
+    an error it is as it was before. If the path is a link, the file that it leads to is
+    replaced.
     """
     if isinstance(path, str):
         system, name = file_system(path)
@@ -160,19 +126,7 @@ def write_file(path: Path | str, data: bytes) -> None:
 
 
 def list_files(pattern: Path | str) -> list[str]:
-    """List the files whose names match a glob pattern.
-
-    Args:
-      pattern: A local `Path`, or a URL as text, with the wildcards of `glob`.
-
-    Returns:
-      The sorted list of local paths or, for a URL, of URLs; [] if no file matches.
-
-    Raises:
-      OSError: The file system cannot be listed.
-      ImportError, ValueError: The pattern is a URL whose file system fsspec cannot
-        open.
-    """
+    """List the files whose names match a glob pattern, sorted: local paths, or URLs."""
     if isinstance(pattern, Path):
         return sorted(glob.glob(str(pattern)))
     system, name = file_system(pattern)
@@ -183,30 +137,14 @@ def list_files(pattern: Path | str) -> list[str]:
 def file_system_of(path: str) -> tuple[Any, str]:
     """Return the file system of a local path or a URL, and the path in it.
 
-    Args:
-      path: The local path or the URL of a file, as text.
-
-    Returns:
-      `(file system, path)`. The file system of a URL is an `fsspec.AbstractFileSystem`;
-      that of a local path is None.
-
-    Raises:
-      ImportError, ValueError: The path is a URL whose file system fsspec cannot open.
+    That of a local path is None.
     """
     place = locate(path)
     return (None, str(place)) if isinstance(place, Path) else file_system(place)
 
 
 def file_size(path: str) -> int:
-    """Return the size of a file in bytes.
-
-    Args:
-      path: The local path or the URL of the file, as text.
-
-    Raises:
-      OSError: The file does not exist, or cannot be accessed.
-      ImportError, ValueError: The path is a URL whose file system fsspec cannot open.
-    """
+    """Return the size in bytes of the file at a local path or a URL."""
     system, name = file_system_of(path)
     if system is None:
         return os.path.getsize(name)
@@ -223,8 +161,7 @@ class Folder(Protocol):
     def make(self) -> None:
         """Create the folder, if its file system has folders.
 
-        Raises:
-          OSError: The path is that of a file, or the folder cannot be created.
+        If the path is that of a file, it raises an `OSError`.
         """
         ...
 
@@ -241,39 +178,21 @@ class Folder(Protocol):
         ...
 
     def read(self, name: str) -> bytes:
-        """Return the contents of the file `name`.
-
-        Raises:
-          OSError: The file cannot be read.
-        """
+        """Return the contents of the file `name`."""
         ...
 
     def create(self, name: str, data: bytes) -> None:
         """Write a file that does not exist yet, such as a lock file.
 
         Unlike `write`, this is not atomic for local files: a crash may leave a part of
-        one.
-
-        Args:
-          name: The name of the file.
-          data: Its contents.
-
-        Raises:
-          FileExistsError: The folder has a file of this name.
-          OSError: The file cannot be written.
+        one. If the folder has a file of this name, it raises a `FileExistsError`.
         """
         ...
 
     def write(self, name: str, chunks: Iterable[Any]) -> None:
         """Write a file; a file of the same name is replaced atomically.
 
-        Args:
-          name: The name of the file.
-          chunks: Its contents, as bytes-like objects that are written one after
-            another.
-
-        Raises:
-          OSError: The file cannot be written.
+        The chunks are bytes-like objects that are written one after another.
         """
         ...
 
@@ -286,21 +205,15 @@ def part_names(pattern: str) -> re.Pattern[str]:
     """Compile a pattern for the names of temporary files of `LocalFolder.write`.
 
     A crash leaves such files behind, named `.NAME.DIGITS.part`, or `.NAME.part` by
-    earlier versions. The pattern finds them, to remove them.
-
-    Args:
-      pattern: A regular expression for `NAME`, the names that the files would have got.
+    earlier versions. The pattern finds them, to remove them. The argument is a regular
+    expression for `NAME`, the names that the files would have got.
     """
     # Earlier versions of drjax wrote names without random digits.
     return re.compile(rf"\.(?:{pattern})(?:\.[0-9a-f]+)?\.part")
 
 
 class LocalFolder:
-    """A `Folder` on this machine's file systems.
-
-    Args:
-      path: The path of the folder, which need not exist yet.
-    """
+    """A `Folder` on this machine's file systems; it need not exist yet."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -360,12 +273,7 @@ def _sync(folder: Path) -> None:
 class RemoteFolder:
     """A `Folder` on a file system that fsspec knows; on an object store, a prefix.
 
-    Args:
-      url: The URL of the folder, which need not exist yet.
-
-    Raises:
-      ImportError: fsspec, or what it needs for this file system, is not installed.
-      ValueError: fsspec knows no such file system.
+    It need not exist yet. Errors of the constructor are those of `file_system`.
     """
 
     def __init__(self, url: str):
@@ -428,20 +336,13 @@ class RemoteFolder:
             )
 
     def _path_of(self, name: str) -> str:
-        """Return the path of the file `name` in fsspec's file system."""
         return f"{self._path}/{name}"
 
 
 def folder(path: Path | str) -> LocalFolder | RemoteFolder:
     """Make the object for the folder at a local path or a URL; it need not exist yet.
 
-    It is not created: `make` does that.
-
-    Args:
-      path: A local `Path`, or a URL as text, as `locate` returns them.
-
-    Raises:
-      ImportError, ValueError: The path is a URL whose file system fsspec cannot open.
+    It is not created: `make` does that. The argument is what `locate` returns.
     """
     if isinstance(path, str):
         return RemoteFolder(path)
@@ -451,15 +352,8 @@ def folder(path: Path | str) -> LocalFolder | RemoteFolder:
 def _write_remote(system: Any, path: str, url: str, write: Callable[[], Any]) -> None:
     """Write a remote file; if its folder is missing, create the folder and try again.
 
-    Args:
-      system: The `fsspec.AbstractFileSystem`.
-      path: The path of the file in this file system.
-      url: The URL of the file, for errors.
-      write: A function without arguments that writes the file; its result is not used.
-        It may be called twice.
-
-    Raises:
-      OSError: The file cannot be written.
+    `write` writes the file at `path` in the `fsspec.AbstractFileSystem`; it may be
+    called twice.
     """
     try:
         _call(url, write)
@@ -482,17 +376,8 @@ _KNOWN_ERRORS = (
 def _call(url: str, action: Callable[[], Any]) -> Any:
     """Run an operation on a remote file, and convert its errors to `OSError`s.
 
-    Args:
-      url: The URL of the file, for errors.
-      action: A function without arguments.
-
-    Returns:
-      The result of `action`.
-
-    Raises:
-      OSError: `action` raised an error. The new one names the URL; it has the same
-        class if that is `OSError` or one of its common subclasses, such as
-        `FileNotFoundError`.
+    They name the URL. The class of an error stays if it is `OSError` or one of its
+    common subclasses, such as `FileNotFoundError`.
     """
     try:
         return action()

@@ -409,13 +409,8 @@ class Plan(Record):
 def _resized(plan: Plan, own: Partition | None, n: int) -> Plan:
     """Copy a plan for n groups of a partition, with the bodies of its loops.
 
-    Only the size of the partition changes: values have the shapes of slices.
-
-    Args:
-      plan: The plan, or that of a loop's body. It is returned itself if it is over
-        another partition than `own`.
-      own: The partition that gets n groups; None if the plan has none.
-      n: The number of groups.
+    Only the size of the partition changes: values have the shapes of slices. A plan
+    over another partition than `own` is returned itself.
     """
     if own is None or plan.partition != own:
         return plan
@@ -437,19 +432,18 @@ def _communicated(
     Of each round, they come in this order: broadcasts, scatters, the messages of an
     inner level, reductions, folds, moves, and the messages of the bodies of loops.
 
-    Args:
-      plan: The plan, the plan of a loop's body, or that of an inner level.
-      prefix: The text before the round's number in `Message.round`: empty, for the body
-        of a loop such as `2.scan.`, or for an inner level such as `2.tasks.`, with the
-        name of its partition.
-      times: `Message.times` of its messages: one factor for each loop around the plan.
-      outer: The partitions of the levels around it, outermost first.
+    `prefix` is the text before the round's number in `Message.round`: empty, for the
+    body of a loop such as `2.scan.`, or for an inner level such as `2.tasks.`, with the
+    name of its partition. `times` is `Message.times`: one factor for each loop around
+    the plan. `outer` are the partitions of the levels around it, outermost first.
     """
     levels = outer if plan.partition is None else (*outer, plan.partition)
     for number, a_round in enumerate(plan.rounds, 1):
         label = f"{prefix}{number}"
 
-        def message(op, value, nbytes, label=label, **options):
+        def message(
+            op: str, value: Value, nbytes: int, label: str = label, **options: Any
+        ) -> Message:
             return Message(label, op, value, nbytes, times, levels=levels, **options)
 
         for value in a_round.broadcast:

@@ -41,7 +41,7 @@ from drjax._compat.types import (
 
 def trace_to_jaxpr(
     fn: Callable[..., Sequence[Array]], avals: Sequence[Aval], name: str
-) -> tuple[ClosedJaxpr, list[Array]]:
+) -> tuple[Any, list[Array]]:
     """Trace a function of arrays to a closed jaxpr that has no constants.
 
     The jaxpr takes first the arrays and tracers that `fn` closes over, which are also

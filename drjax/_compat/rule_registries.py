@@ -62,7 +62,7 @@ def register_dce(
 
 
 def register_partial_eval(
-    primitive: core.Primitive, rule: Callable[..., list[Any]]
+    primitive: core.Primitive, rule: Callable[..., Sequence[Any]]
 ) -> None:
     """Register the partial evaluation of equations with some unknown operands.
 
@@ -254,16 +254,16 @@ def register_lowering_rule(
 def lower_function(
     ctx: mlir.LoweringRuleContext,
     fn: Callable[..., Any],
-    operands: Sequence[tuple[Any, Aval]],
+    operands: Sequence[Any],
     multiple_results: bool,
     **params: Any,
-) -> Sequence[Any]:
+) -> list[Any]:
     """Trace a function inside a lowering rule, and emit its code there.
 
-    Of each operand, `operands` has the MLIR value and the type with which `fn` is
-    traced; `ctx` is that of the calling rule, whose own types of operands are not used.
-    `fn` returns a sequence of results, or a single one if `multiple_results` is False;
-    the MLIR values of the results are a list in either case.
+    Of each operand, `operands` has a pair: its MLIR value, and the type with which `fn`
+    is traced. `ctx` is that of the calling rule, whose own types of operands are not
+    used. `fn` returns a sequence of results, or a single one if `multiple_results` is
+    False; their MLIR values are a list in either case.
     """
     lower: Any = mlir.lower_fun(fn, multiple_results=multiple_results)
     inner = ctx.replace(avals_in=[aval for _, aval in operands], tokens_out=None)

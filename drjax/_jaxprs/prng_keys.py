@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from drjax._compat.types import Array
 from drjax.plan import Value
 
 
@@ -34,7 +33,7 @@ def key_dtype(impl: str) -> Any:
     return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
 
 
-def to_raw(x: Array) -> Array:
+def to_raw(x: Any) -> Any:
     """Convert an array of typed keys `[*s]` to raw data, uint32 `[*s, k]`.
 
     An array of another dtype is returned unchanged.
@@ -42,7 +41,7 @@ def to_raw(x: Array) -> Array:
     return jax.random.key_data(x) if is_key(x.dtype) else x
 
 
-def from_raw(x: Array, dtype: Any) -> Array:
+def from_raw(x: Any, dtype: Any) -> Any:
     """Convert raw data, uint32 `[*s, k]`, back to keys, if `dtype` is one of keys.
 
     With another dtype, `x` is returned unchanged.
@@ -52,7 +51,7 @@ def from_raw(x: Array, dtype: Any) -> Array:
     return x
 
 
-def on_raw(fn: Callable[[Array], Array], x: Array) -> Array:
+def on_raw(fn: Callable[[Any], Any], x: Any) -> Any:
     """Apply a function of arrays to `x`; of typed keys, to their raw data.
 
     The implementation of the keys may be any, also one that JAX knows by no name. The

@@ -131,7 +131,7 @@ def sharded_spec(layout: Layout, axis: int | None) -> P | bool:
 
 def auto_partition(
     layout: Layout,
-    run: Callable[..., tuple[list[Array], list[Array]]],
+    run: Callable[..., tuple[Sequence[Array], Sequence[Array]]],
     args: Sequence[Array],
     partitioned_in: Flags,
 ) -> tuple[list[Array], list[PartitionedArray]]:
@@ -236,7 +236,7 @@ def shard_map(
 
 
 def on_own_shards(
-    layout: Layout, fn: Callable[[list[Array]], list[Array]], xs: list[Array]
+    layout: Layout, fn: Callable[[list[Any]], list[Array]], xs: list[Any]
 ) -> list[Array]:
     """Run a function on a device's own shards of values that Explicit axes shard.
 
@@ -259,8 +259,8 @@ def on_own_shards(
     ]
 
 
-def vary(x: Array, axes: Iterable[str]) -> Array:
-    """Cast `x` to vary over all of the Manual mesh axes, by `lax.pcast(to="varying")`.
+def vary(x: Any, axes: Iterable[str]) -> Any:
+    """Cast an array to vary over all of the Manual mesh axes, by `lax.pcast(to="varying")`.
 
     The cast communicates nothing. JAX calls it pbroadcast; its transpose is a psum, a
     sum over the devices along these axes (JAX note 17111, "Efficient transposition of
