@@ -16,6 +16,7 @@ from jax import core
 import drjax._api.checkify_groups  # registers rules # noqa: F401
 from drjax._api.collective_options import collective_options
 from drjax._api.levels import (
+    Outer,
     Over,
     check_alone,
     in_next_level,
@@ -26,8 +27,6 @@ from drjax._api.levels import (
 from drjax._api.resolve import (
     MeshLike,
     PartitionLike,
-    PyTree,
-    Tree,
     bind_global,
     bind_partitioned,
     group_axis_size,
@@ -35,6 +34,7 @@ from drjax._api.resolve import (
 )
 from drjax._api.trace_map import call_mapped
 from drjax._api.validate import flatten, flatten_partitioned
+from drjax._compat.types import Array, PyTree, Tree
 from drjax._context import current_scope, resolve_partition
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._jaxprs.prng_keys import on_raw
@@ -50,26 +50,16 @@ from drjax._sharding.execute import as_operand
 from drjax._sharding.layout import host_sharding, make_layout
 
 
-def _inwards(block: str) -> Callable:
+def _inwards(block: str) -> Outer:
     """Make the function that runs `broadcast` or `scatter` over several levels.
 
     It runs the building block over the outermost level, and then, in each group of that
     one, over the inner levels.
-
-    Args:
-      block: "broadcast" or "scatter".
-
-    Returns:
-      `outer(arguments, inner, over)`, the function that `over_levels` needs. It returns
-      the tree of results, with the leading axes of all levels.
-
-      * `arguments`: The arguments of the building block, by name.
-      * `inner`: `inner(**arguments)` runs the building block over all levels but the
-        outermost, in each group of that one.
-      * `over`: The names of the levels, outermost first.
     """
 
-    def outer(arguments, inner, over):
+    def outer(
+        arguments: dict[str, Any], inner: Callable[..., PyTree], over: tuple[str, ...]
+    ) -> PyTree:
         run = broadcast if block == "broadcast" else scatter
         x = run(arguments["x"], over=over[0], **mesh_argument(arguments))
         return inner(**{**arguments, "x": x})
@@ -77,61 +67,38 @@ def _inwards(block: str) -> Callable:
     return outer
 
 
-def _gather_outwards(arguments, inner, over):
+def _gather_outwards(
+    arguments: dict[str, Any], inner: Callable[..., PyTree], over: tuple[str, ...]
+) -> PyTree:
     """Run `gather` over several levels: over the inner ones first, then the outermost.
 
-    `over_levels` calls it as `outer`.
-
-    Args:
-      arguments: The arguments of `gather`, by name. `result` is removed from the dict,
-        as it is for the gather over the outermost level only.
-      inner: `inner(**arguments)` gathers over all levels but the outermost, in each
-        group of that one.
-      over: The names of the levels, outermost first.
-
-    Returns:
-      The gathered tree, with the leading axes of all levels. It is global if `over` has
-      all levels of the program.
+    `result` is for the gather over the outermost level only. What is gathered has the
+    leading axes of all levels. It is global if `over` has all levels of the program.
     """
     options = {k: arguments.pop(k) for k in ("result",) if k in arguments}
     options |= mesh_argument(arguments)
     return gather(inner(**arguments), over=over[0], **options)
 
 
-def _map_inwards(arguments, inner, over):
+def _map_inwards(
+    arguments: dict[str, Any], inner: Callable[..., PyTree], over: tuple[str, ...]
+) -> PyTree:
     """Run `map_fn` over several levels: over the inner ones, in each outer group.
 
     A map over the inner levels, in each group of the outermost one, is a map over all
-    of them, so `inner` does everything. `over_levels` calls it as `outer`.
-
-    Args:
-      arguments: The arguments of `map_fn`, by name.
-      inner: `inner(**arguments)` maps over all levels but the outermost, in each group
-        of that one.
-      over: The names of the levels, outermost first, ignored.
-
-    Returns:
-      The tree of results, partitioned over all levels.
+    of them, so `inner` does everything.
     """
     return inner(**arguments)
 
 
-def _index_outwards(arguments, inner, over):
+def _index_outwards(
+    arguments: dict[str, Any], inner: Callable[..., PyTree], over: tuple[str, ...]
+) -> PyTree:
     """Run `partition_index` over several levels, with one count for all of them.
 
     The index of a group is `i * size + j`: i is the index of the outermost group that
     it is in, j its index over the inner levels, and `size` the product of the numbers
-    of groups of these. `over_levels` calls it as `outer`.
-
-    Args:
-      arguments: The arguments of `partition_index`, by name.
-      inner: `inner(**arguments)` computes j: the index over all levels but the
-        outermost, in each group of that one.
-      over: The names of the levels, outermost first.
-
-    Returns:
-      The index of each innermost group among those of all the levels, int32 with the
-      leading axes of all levels.
+    of groups of these. It has the leading axes of all levels.
     """
     size = math.prod(p.size for p in current_scope().open_levels if p.name in over[1:])
     first = partition_index(over=over[0], **mesh_argument(arguments))
@@ -421,22 +388,10 @@ def shard(
 def _shard_levels(tree: PyTree, mesh: MeshLike, levels: Sequence[Partition]) -> PyTree:
     """Place host data `[n_0, n_1, ...]` over the mesh axes of several levels.
 
-    Args:
-      tree: A tree of arrays with these leading axes.
-      mesh: The mesh; None: the program's, or the one in context.
-      levels: The levels, outermost first, of n_0, n_1, ... groups.
-
-    Returns:
-      The tree of arrays on the devices. The axis of a level is divided over the mesh
-      axes of that level; it stays whole if the mesh lacks these, or if their devices do
-      not divide the number of groups. If the mesh lacks the axes of all levels, or
-      there is none, the arrays are on the default device.
-
-    Raises:
-      DrjaxTypeError: A leaf is neither an array nor a number.
-      DrjaxValueError: A leaf does not have these leading axes.
-      MeshError: The mesh differs from the one in context, has only some of a level's
-        axes, or cannot divide its groups.
+    The axis of a level is divided over the mesh axes of that level; it stays whole if
+    the mesh lacks these, or if their devices do not divide the number of groups. If the
+    mesh lacks the axes of all levels, or there is none, the arrays are on the default
+    device.
     """
     leaves, treedef = flatten("shard", tree, "tree")
     lead = tuple(p.size for p in levels)
@@ -456,17 +411,12 @@ def _shard_levels(tree: PyTree, mesh: MeshLike, levels: Sequence[Partition]) -> 
     return treedef.unflatten([_place(leaf, sharding) for leaf in leaves])
 
 
-def _place(leaf, sharding):
+def _place(leaf: Array, sharding: jax.sharding.Sharding | None) -> Array:
     """Put an array on the devices of a sharding, also if there are several processes.
 
-    Args:
-      leaf: The array, typed keys included, or a tracer. It may be an array of this
-        process, with the whole value, or a global array held by several processes.
-      sharding: A `jax.sharding.Sharding`; None: `leaf` is returned unchanged.
-
-    Returns:
-      An array of the same shape and dtype with this sharding. With several processes,
-      each one stores the shards of its own devices.
+    The array, which may have typed keys, has the whole value in this process, or is a
+    global one that several processes hold. Each process stores the shards of its own
+    devices.
     """
     if sharding is None:
         return leaf
@@ -475,7 +425,7 @@ def _place(leaf, sharding):
     if not leaf.is_fully_addressable:  # several processes hold it already
         return jax.jit(lambda x: x, out_shardings=sharding)(leaf)
 
-    def placed(x):
+    def placed(x: Array) -> Array:
         host = np.asarray(x)  # each process places the slices of its own devices
         return jax.make_array_from_callback(host.shape, sharding, lambda i: host[i])
 
@@ -486,19 +436,11 @@ def _place(leaf, sharding):
 def _indices(
     *, over: Over = None, mesh: MeshLike = None, partition: PartitionLike = None
 ) -> jax.Array:
-    """Return the indices of all groups of a partition, as a partitioned value.
+    """Return the indices of all groups as a partitioned value, int32 `[n]`.
 
     `drjax.partition_index` calls it, unless it refers to a partition of which the
     running code sees one group only. It is a function of its own, so that `over_levels`
-    can map it over the outer levels.
-
-    Args:
-      over: The name of a level, or a tuple of names; None: all levels of the program.
-      mesh: The mesh; None: the program's, or the one in context.
-      partition: The partition; None: the program's.
-
-    Returns:
-      int32 `[n]`; with several levels, with the leading axes of all of them.
+    can map it over the outer levels; with these, it has the leading axes of all levels.
     """
     params = resolve("partition_index", mesh, partition)
     index = partition_index_p.bind(**params, per_group=False)
@@ -515,28 +457,16 @@ def _mapped_partitions(
     that function is ambient (`current_scope().partition` is not None), they are about
     that one by default.
 
-    Args:
-      block: The name of the building block, for errors.
-      over: Its argument `over=`: a name of a level, or a tuple of names; or None.
-      partition: Its argument `partition=`: a `Partition`, a mapping `{"clients": n}`, a
-        program, or None.
+    The partitions are outermost first. () if the block refers to none: it then acts on
+    `partition`, or if that is None on the ambient partition.
 
-    Returns:
-      A tuple of partitions that enclosing functions are mapped over, outermost first.
-      () if the block refers to none: it then acts on `partition`, or if that is None on
-      the ambient partition.
-
-      * With `partition`: it alone if an enclosing function is mapped over it; else (),
-        also if it is a program with several levels.
-      * Without `partition`, and no partition is ambient: the partition of the innermost
-        mapped function; or if all levels of its program are mapped over, those that
-        `over` names, by default all. () outside of mapped functions.
-      * Without `partition`, and one is ambient: the levels that `over` names if all of
-        them are mapped over; else (), also if `over` is None.
-
-    Raises:
-      DrjaxTypeError, DrjaxValueError: `over` does not name such levels, or `partition`
-        does not define a partition.
+    * With `partition`: it alone if an enclosing function is mapped over it; else (),
+      also if it is a program with several levels.
+    * Without `partition`, and no partition is ambient: the partition of the innermost
+      mapped function; or if all levels of its program are mapped over, those that
+      `over` names, by default all. () outside of mapped functions.
+    * Without `partition`, and one is ambient: the levels that `over` names if all of
+      them are mapped over; else (), also if `over` is None.
     """
     scope = current_scope()
     if partition is not None:

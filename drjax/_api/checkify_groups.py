@@ -14,15 +14,18 @@ of two states and their combination, the first error stays.
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
+from jax.extend.core import Primitive
 
 from drjax import _compat
 from drjax._api.trace_map import call_mapped
 from drjax._compat import checkify_rules
+from drjax._compat.types import Array, ClosedJaxpr, PartitionedArray, PyTreeDef
 from drjax._partition import Partition
 from drjax._primitives.collectives import (
     broadcast_p,
@@ -37,78 +40,65 @@ from drjax._primitives.map_columns import map_columns_p, trace_column
 from drjax._primitives.map_fn import group_context, map_fn_p
 from drjax._sharding.layout import make_layout
 
+# The classes of errors that checkify looks for.
+Enabled: TypeAlias = frozenset[type[checkify_rules.CheckError]]
+
 
 class GroupCheckError(checkify_rules.CheckError):
     """An error of checkify for a check that failed in one group.
 
-    It is a pytree, like all errors of checkify. Its leaves are those of `error`, and
-    `group`.
-
-    Attributes:
-      error: The error of checkify in that group, a `JaxException`.
-      group: The group index, an integer or an int32 scalar array.
-      partition: The partition of the group, for the error text.
+    It is a pytree, like all errors of checkify. Its leaves are those of `error`, the
+    error of checkify in that group, and `group`, the group index.
     """
 
-    def __init__(self, error, group, partition: Partition):
+    def __init__(self, error: Any, group: Array | int, partition: Partition):
         super().__init__(error.traceback_info)
         self.error, self.group, self.partition = error, group, partition
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"in group {self.group} of {self.partition}: {self.error}"
 
-    def tree_flatten(self):
+    def tree_flatten(self) -> tuple[tuple[Any, Array | int], Partition]:
         return (self.error, self.group), self.partition
 
     @classmethod
-    def tree_unflatten(cls, metadata, payload):
+    def tree_unflatten(
+        cls, metadata: Partition, payload: tuple[Any, Array | int]
+    ) -> "GroupCheckError":
         error, group = payload
         return cls(error, group, metadata)
 
-    def get_effect_type(self):
+    def get_effect_type(self) -> Any:
         return _in_group(self.error.get_effect_type())
 
 
-def _in_group(effect):
+def _in_group(effect: Any) -> Any:
     """Convert the `CheckEffect` of an error to that of a `GroupCheckError` around it.
 
     A `CheckEffect` is the key by which checkify tells kinds of errors apart: the class
-    of the error, and the shapes and dtypes of its leaves.
-
-    Args:
-      effect: The `CheckEffect` of an error in one group.
-
-    Returns:
-      A `CheckEffect` with the same class, and with the leaves of `effect` and one more:
-      the group index, an int32 scalar.
+    of the error, and the shapes and dtypes of its leaves. The group index is one more.
     """
     number = jax.ShapeDtypeStruct((), jnp.int32)
     return checkify_rules.CheckEffect(effect.error_type, (*effect.shape_dtypes, number))
 
 
-def _check_map(enabled, *args, jaxpr, partition: Partition, mesh: Any, name: str):
+def _check_map(
+    enabled: Enabled,
+    *args: PartitionedArray,
+    jaxpr: ClosedJaxpr,
+    partition: Partition,
+    mesh: Any,
+    name: str,
+) -> tuple[checkify.Error, list[PartitionedArray]]:
     """Checkify rule of `map_fn`: run the equation, and check its mapped function.
 
     The mapped function becomes one that also returns an error. The rule binds a map of
     that function, and gathers the errors of all groups into one.
-
-    Args:
-      enabled: The set of error classes that `checkify` looks for.
-      *args: The operands of the equation, `[n, *s]`.
-      jaxpr: The closed per-group jaxpr.
-      partition: The partition, of n groups.
-      mesh: The mesh to shard the partition over; None: the program runs locally.
-      name: The name of the mapped function.
-
-    Returns:
-      `(error, results)`. `error` is a `checkify.Error` with global leaves. For each
-      kind of error it has that of the group with the lowest index in which one
-      happened. `results` is the list of the equation's results, `[n, *t]`.
     """
     run: Any = _compat.jaxpr_as_fun(jaxpr)
     checked: Any = checkify.checkify(run, enabled)
 
-    def fn(*args):
+    def fn(*args: Array) -> Any:
         return checked(*args)
 
     fn.__name__ = name
@@ -118,20 +108,13 @@ def _check_map(enabled, *args, jaxpr, partition: Partition, mesh: Any, name: str
     return _first_error(errors, **params), outs
 
 
-def _first_error(errors, partition: Partition, mesh: Any):
-    """Combine the errors of all groups into one global error, after a gather.
+def _first_error(
+    errors: checkify.Error, partition: Partition, mesh: Any
+) -> checkify.Error:
+    """Combine the errors of all groups, leaves `[n, ...]`, into one global error.
 
-    For each kind of error, the result has the error of the group with the lowest index
-    in which one happened.
-
-    Args:
-      errors: A `checkify.Error` with leaves `[n, ...]`, a slice for each group.
-      partition: The partition, of n groups.
-      mesh: The mesh to shard the partition over; None: the program runs locally.
-
-    Returns:
-      A `checkify.Error` with global leaves. Its errors are `GroupCheckError`s, which
-      have the group index.
+    They are gathered. For each kind of error, the result has that of the group with the
+    lowest index in which one happened, as a `GroupCheckError`.
     """
     gathered = jax.tree.map(
         lambda x: gather_p.bind(x, partition=partition, mesh=mesh), errors
@@ -144,8 +127,10 @@ def _first_error(errors, partition: Partition, mesh: Any):
     return type(errors)(named(happened), named(codes), trees, named(leaves))
 
 
-def _first_along_axis(errors) -> tuple[dict, Any]:
-    """Of errors stacked along axis 0 the first of each kind, and where it stands."""
+def _first_along_axis(
+    errors: checkify.Error,
+) -> tuple[dict[Any, Array], checkify.Error]:
+    """Return where along axis 0 the first error of each kind is, and these errors."""
     happened, codes, trees, leaves = checkify_rules.error_parts(errors)
     first = {e: jnp.argmax(x).astype(jnp.int32) for e, x in happened.items()}
     at_first = lambda table: {effect: x[first[effect]] for effect, x in table.items()}
@@ -153,21 +138,15 @@ def _first_along_axis(errors) -> tuple[dict, Any]:
     return first, type(errors)(at_first(happened), at_first(codes), trees, payload)
 
 
-def _name_group(tree, partition: Partition):
-    """Convert the tree structure of an error to that of a `GroupCheckError` around it.
-
-    Args:
-      tree: The `PyTreeDef` of an error of checkify in one group, a `JaxException`.
-      partition: The partition of the group.
-
-    Returns:
-      The `PyTreeDef` of the `GroupCheckError`. It has one more leaf, the group index.
-    """
+def _name_group(tree: PyTreeDef, partition: Partition) -> PyTreeDef:
+    """Convert the tree structure of an error to that of its `GroupCheckError`."""
     error = tree.unflatten([0] * tree.num_leaves)
     return jax.tree.structure(GroupCheckError(error, 0, partition))
 
 
-def _checked(jaxpr, enabled):
+def _checked(
+    jaxpr: ClosedJaxpr, enabled: Enabled
+) -> tuple[Callable[..., list[Array]], Callable[[], PyTreeDef]]:
     """Return a function that also returns the leaves of its error, before its results.
 
     And a function without arguments, which returns the error's `PyTreeDef` once the
@@ -176,7 +155,7 @@ def _checked(jaxpr, enabled):
     tree: Any = None
     run: Any = checkify.checkify(_compat.jaxpr_as_fun(jaxpr), enabled)
 
-    def fn(*args):
+    def fn(*args: Array) -> list[Array]:
         nonlocal tree
         error, outs = run(*args)
         leaves, tree = jax.tree.flatten(error)
@@ -186,8 +165,15 @@ def _checked(jaxpr, enabled):
 
 
 def _check_columns(
-    enabled, *args, jaxpr, kinds_in, kinds_out, coordinates, name: str, **params
-):
+    enabled: Enabled,
+    *args: Array,
+    jaxpr: ClosedJaxpr,
+    kinds_in: tuple[str, ...],
+    kinds_out: tuple[str, ...],
+    coordinates: tuple[int, ...],
+    name: str,
+    **params: Any,
+) -> tuple[checkify.Error, list[Array]]:
     """Checkify rule of `map_columns`: the first coordinate's error stays."""
     fn, tree = _checked(jaxpr, enabled)
     avals = list(map(_compat.typeof, args))
@@ -213,7 +199,14 @@ def _check_columns(
     return _first_along_axis(errors)[1], outs[n_errors:]
 
 
-def _check_fold(primitive, enabled, *args, jaxpr, n_states: int, **params):
+def _check_fold(
+    primitive: Primitive,
+    enabled: Enabled,
+    *args: Array,
+    jaxpr: ClosedJaxpr,
+    n_states: int,
+    **params: Any,
+) -> tuple[checkify.Error, list[Array]]:
     """Checkify rule of a fold: its states get the leaves of an error, as further parts.
 
     The derivatives of the fold are those of its states, as errors have none.
@@ -228,7 +221,7 @@ def _check_fold(primitive, enabled, *args, jaxpr, n_states: int, **params):
         error_avals = checked.out_avals[:n_errors]
         run = _compat.jaxpr_as_fun(checked)
 
-        def combine(*operands):
+        def combine(*operands: Array) -> list[Array]:
             consts, states = operands[: -2 * size], operands[-2 * size :]
             (a, of_a), (b, of_b) = (
                 (state[:n_states], state[n_states:])
@@ -265,7 +258,9 @@ def _check_fold(primitive, enabled, *args, jaxpr, n_states: int, **params):
     return error, [x for part in parts for x in part[:n_states]]
 
 
-def _check_tree(enabled, *args, mode: FoldMode, **params):
+def _check_tree(
+    enabled: Enabled, *args: Array, mode: FoldMode, **params: Any
+) -> tuple[checkify.Error, list[Array]]:
     """Checkify rule of `fold_tree`: the value has the errors, and no derivative has."""
     if mode.what == "value":
         bind = functools.partial(_check_fold, fold_tree_p, enabled, *args, mode=mode)
@@ -273,11 +268,11 @@ def _check_tree(enabled, *args, mode: FoldMode, **params):
     return _no_error(), fold_tree_p.bind(*args, mode=mode, **params)
 
 
-def _no_error():
+def _no_error() -> checkify.Error:
     return checkify.checkify(lambda: None)()[0]
 
 
-def _first_of(*errors):
+def _first_of(*errors: checkify.Error) -> checkify.Error:
     """Combine errors of one structure: of each kind, the first that happened."""
     parts = list(map(checkify_rules.error_parts, errors))
     *_, (happened, codes, trees, leaves) = parts

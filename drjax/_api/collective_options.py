@@ -14,10 +14,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
 
-from drjax._api.resolve import map_leaves
+from drjax._api.resolve import BlockParams, map_leaves
+from drjax._compat.types import Array, GlobalArray, PartitionedArray
 from drjax._context import current_scope
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._partition import integer_of
@@ -27,24 +28,13 @@ from drjax.plan import Wire
 WireLike = str | tuple[str, int] | Wire | None
 
 
-def collective_options(block: str, wire: WireLike, result: str | None) -> dict:
+def collective_options(
+    block: str, wire: WireLike, result: str | None
+) -> dict[str, Any]:
     """Check `wire=` and `result=`, and return the parameters of the primitive.
 
-    Args:
-      block: The name of the reduction, for errors.
-      wire: The format in which the devices exchange their sums, with fewer bits: a
-        dtype, a pair of dtype and block size, or a `drjax.plan.Wire`; None: they
-        exchange the dtype of the leaf.
-      result: "sharded", so that each device gets a part of the result only; or None.
-
-    Returns:
-      A dict: `{"wire": Wire, "sharded": True}`, without the keys of options that are
-      None.
-
-    Raises:
-      DrjaxTypeError: `wire` is something else.
-      DrjaxValueError: `result` is something else, or there is no such dtype or block
-        size.
+    They are `{"wire": Wire, "sharded": True}`, without the keys of options that are
+    None.
     """
     options: dict[str, Any] = {}
     if result is not None:
@@ -68,32 +58,16 @@ def collective_options(block: str, wire: WireLike, result: str | None) -> dict:
 def secure_options(
     secure: bool,
     min_groups: int | None,
-    mask: Any,
+    mask: PartitionedArray | None,
     n: int,
     wire: WireLike = None,
     bound: float | None = None,
 ) -> dict[str, Any]:
-    """Check `secure=` and `min_groups=`, and return the parameters of the primitive.
+    """Check `secure=` and its options, and return the parameters of the primitive.
 
-    Args:
-      secure: Whether no process but a group's own may see its slice.
-      min_groups: The least number of groups to sum; None: 2.
-      mask: The groups to sum, the partitioned mask of `where=` or `by=`, which a secure
-        sum may not have; None: all groups.
-      n: The number of groups.
-      wire: The argument `wire=` of the sum, which a secure sum may not have.
-      bound: The largest magnitude of a number of one group; None: the engine's.
-
-    Returns:
-      `{"secure": the least number of groups}`, with `bound` if it is set; {} if the sum
-      is not secure.
-
-    Raises:
-      DrjaxTypeError: `secure` is no bool, `min_groups` no integer, or `bound` no
-        number.
-      DrjaxValueError: `min_groups` is not from 2 to n, or `bound` not positive, or one
-        of them comes without `secure`; or a secure sum has a mask or a wire, or is
-        inside a mapped function.
+    They are `{"secure": the least number of groups}`, with `bound` if it is set; {} if
+    the sum is not secure. A secure sum may not have a `wire`, nor a mask, of `where=`
+    or `by=`.
     """
     if secure is not True and secure is not False:
         raise DrjaxTypeError(
@@ -155,14 +129,10 @@ def secure_options(
     return {"secure": least, "bound": float(bound)}
 
 
-def check_encodable(block: str, leaf, options: dict[str, Any]) -> None:
+def check_encodable(block: str, leaf: Array, options: dict[str, Any]) -> None:
     """Raise `DrjaxTypeError` if `wire=` is set and an array has no real floats.
 
-    Args:
-      block: The name of the reduction, for the error.
-      leaf: The array, in the dtype in which it is reduced.
-      options: The parameters of the primitive, a dict; with the key `wire` if it is
-        set.
+    The array is in the dtype in which it is reduced.
     """
     if "wire" in options and not jnp.issubdtype(leaf.dtype, jnp.floating):
         raise DrjaxTypeError(
@@ -171,33 +141,25 @@ def check_encodable(block: str, leaf, options: dict[str, Any]) -> None:
 
 
 def bind_sums(
-    primitive, leaves: Sequence[Any], options: dict[str, Any], params: dict[str, Any]
-) -> list[jax.Array]:
+    primitive: Primitive,
+    leaves: Sequence[PartitionedArray],
+    options: dict[str, Any],
+    params: BlockParams,
+) -> list[GlobalArray]:
     """Bind a sum or mean of several leaves: one equation for each, or one for all.
 
     It is one equation for all leaves if there are several, `options` has `wire` but not
     `sharded`, and the mesh has no Auto axis of more than one device but the partition's
     (leaves may be sharded over such an axis). Then each group's slices are flattened,
     cast to float32, padded with zeros to multiples of `wire.block` numbers, and
-    concatenated; the result is split again.
-
-    Args:
-      primitive: `reduce_sum_p` or `reduce_mean_p`.
-      leaves: Partitioned arrays `[n, *s]`.
-      options: Parameters of the primitive, a dict, in which each may be missing:
-        `wire`, a `drjax.plan.Wire`, the format in which the devices exchange their
-        sums; `sharded`, True; `secure`, the least number of groups.
-      params: `{"partition": partition, "mesh": mesh}`; mesh None: it runs locally.
-
-    Returns:
-      The list of reductions, global arrays `[*s]` in the dtypes of the leaves.
+    concatenated; the result is split again, to the dtypes of the leaves.
     """
     separate = "sharded" in options or bool(other_axes(make_layout(**params)))
     if "wire" not in options or len(leaves) < 2 or separate:
         return [primitive.bind(leaf, **options, **params) for leaf in leaves]
     block = options["wire"].block
 
-    def concatenated(*slices):
+    def concatenated(*slices: Array) -> Array:
         # Whole blocks: numbers of different leaves may differ in magnitude.
         flat = [jnp.ravel(x).astype(jnp.float32) for x in slices]
         return jnp.concatenate([jnp.pad(x, (0, -x.size % block)) for x in flat])

@@ -18,8 +18,9 @@ from drjax import _compat
 from drjax._api.levels import Over, over_levels
 from drjax._api.pure_functions import PureFunctionErrors, without_other_axes
 from drjax._api.reductions import check_numeric, promote_sum
-from drjax._api.resolve import MeshLike, PartitionLike, PyTree, bind_partitioned
+from drjax._api.resolve import MeshLike, PartitionLike, bind_partitioned
 from drjax._api.validate import as_array, check_plain_function, function_name
+from drjax._compat.types import Array, ClosedJaxpr, PartitionedArray, PyTree
 from drjax._errors import DrjaxTypeError
 from drjax._primitives.columns_lowering import COORDINATES, GROUPS, WHOLE
 from drjax._primitives.map_columns import map_columns_p, trace_column
@@ -81,32 +82,27 @@ def reduce_columns(
     """
     check_plain_function("drjax.reduce_columns", fn)
 
-    def bind(leaf, **params):
+    def bind(leaf: PartitionedArray, **params: Any) -> PyTree:
         check_numeric("reduce_columns", leaf)
         return _reduce_leaf(fn, leaf, sum, **params)
 
     return bind_partitioned("reduce_columns", x, mesh, partition, bind)
 
 
-def _reduce_leaf(fn: Callable, x, add: bool, **params):
+def _reduce_leaf(
+    fn: Callable[[Array], PyTree], x: PartitionedArray, add: bool, **params: Any
+) -> PyTree:
     """Apply `reduce_columns` to one leaf: trace the function, and bind `map_columns`.
 
-    Args:
-      fn: The function of one coordinate, from the elements of all groups, `[n]`, to a
-        tree of numbers and arrays `[*t]`.
-      x: The leaf, `[n, *s]`.
-      add: Whether the results are added over the coordinates `s`.
-      **params: The keywords `partition` and `mesh`; mesh None: it runs locally.
-
-    Returns:
-      The tree that `fn` returns, of global arrays `[*s, *t]`; with `add`, `[*t]`.
+    The result is the tree that `fn` returns, of global arrays `[*s, *t]`; with `add`,
+    of their sums over the coordinates, `[*t]`.
     """
     layout, name = make_layout(**params), function_name(fn)
     x = without_other_axes(x, layout)
     coordinates = x.shape[1:]
     out_tree: Any = None
 
-    def flat_fn(column):
+    def flat_fn(column: Array) -> list[Array]:
         nonlocal out_tree
         outs, out_tree = jax.tree_util.tree_flatten_with_path(fn(column))
         what, fix = f"the result of {name}", "Return arrays or numbers."
@@ -127,27 +123,18 @@ def _reduce_leaf(fn: Callable, x, add: bool, **params):
     return out_tree.unflatten(outs)
 
 
-def _trace(flat_fn: Callable, x, coordinates, layout: Layout, name: str):
+def _trace(
+    flat_fn: Callable[[Array], list[Array]],
+    x: PartitionedArray,
+    coordinates: tuple[int, ...],
+    layout: Layout,
+    name: str,
+) -> tuple[ClosedJaxpr, list[Array]]:
     """Trace a function of one coordinate, and check what it does.
 
-    Args:
-      flat_fn: The function, from an array `[n]`, the elements of all groups at one
-        coordinate, to a list of arrays.
-      x: The leaf, `[n, *s]`.
-      coordinates: The shape `s` of one group's slice, a tuple.
-      layout: The layout of the groups.
-      name: The name of the user's function, for errors.
-
-    Returns:
-      `(jaxpr, consts)`: a closed jaxpr without constants, and the list of the arrays
-      and tracers that the function closes over. The jaxpr takes `consts`, and then the
-      array `[n]`.
-
-    Raises:
-      ScopeError: The function calls a building block.
-      DrjaxTypeError: It has effects, or returns no array.
-      MeshError: It uses a collective over the partition's axes, or closes over an array
-        that is sharded over them.
+    `coordinates` is the shape of one group's slice. The jaxpr takes the arrays and
+    tracers that the function closes over, which are also returned, and then the array
+    `[n]`.
     """
     errors = PureFunctionErrors(
         f"The function {name} given to drjax.reduce_columns",

@@ -8,7 +8,8 @@ shapes and dtypes its result must have. What it closes over are global operands.
 Sharp edges: the function is not checked to be associative, nor the state to be neutral.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,6 @@ from drjax._api.reductions import Mask
 from drjax._api.resolve import (
     MeshLike,
     PartitionLike,
-    PyTree,
-    Tree,
     group_axis_size,
     map_leaves,
     resolve,
@@ -33,6 +32,15 @@ from drjax._api.validate import (
     flatten,
     flatten_partitioned,
     function_name,
+)
+from drjax._compat.types import (
+    Array,
+    ClosedJaxpr,
+    GlobalArray,
+    PartitionedArray,
+    PyTree,
+    PyTreeDef,
+    Tree,
 )
 from drjax._error_texts import brief
 from drjax._errors import DrjaxTypeError, DrjaxValueError
@@ -155,24 +163,16 @@ def reduce(
     return tree.unflatten(outs)
 
 
-def _neutral_unless(neutral) -> Callable:
-    """Make the function that replaces the state of a group that takes no part.
+def _neutral_unless(neutral: GlobalArray) -> Callable[[Array, Array], Array]:
+    """Make the function that replaces the state of a group that takes no part."""
 
-    Args:
-      neutral: A leaf of the neutral state, `[*s]`.
-
-    Returns:
-      `fn(takes_part, state)`, of one group: a bool `[]`, and a leaf of its state,
-      `[*s]`. It returns `state` if the group takes part, else `neutral`.
-    """
-
-    def own_or_neutral(takes_part, state):
+    def own_or_neutral(takes_part: Array, state: Array) -> Array:
         return jnp.where(takes_part, state, neutral)
 
     return own_or_neutral
 
 
-def _is_key(x) -> bool:
+def _is_key(x: Array) -> bool:
     """Whether an array has a dtype without arithmetic, such as typed random keys."""
     return jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
@@ -181,9 +181,6 @@ def _check_dtypes(x: PyTree) -> None:
     """Raise `DrjaxTypeError` if a leaf has dtype float0, the tangent of an integer.
 
     Such an array has no values to fold.
-
-    Args:
-      x: The argument `x` of `drjax.reduce`, a tree of arrays.
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(x)[0]:
         if leaf.dtype == jax.dtypes.float0:
@@ -198,21 +195,12 @@ def _check_dtypes(x: PyTree) -> None:
 # The neutral state
 
 
-def _neutral_state(init: PyTree, tree, leaves) -> list:
+def _neutral_state(
+    init: PyTree, tree: PyTreeDef, leaves: Sequence[PartitionedArray]
+) -> list[GlobalArray]:
     """Check the neutral state against one group's slice of `x`, and cast its leaves.
 
-    Args:
-      init: The argument `init` of `drjax.reduce`, a tree.
-      tree: The `PyTreeDef` of `x`.
-      leaves: The leaves of `x`, `[n, *s]`.
-
-    Returns:
-      The list of leaves of `init`, arrays `[*s]` of the dtypes of `leaves`. A Python
-      number becomes an array that it fills.
-
-    Raises:
-      DrjaxTypeError: A leaf is no array or number, or has another dtype.
-      DrjaxValueError: The tree structures differ, or a leaf has another shape.
+    A Python number becomes an array that it fills.
     """
     values, init_tree = flatten("reduce", init, "init")
     if init_tree != tree:
@@ -228,23 +216,12 @@ def _neutral_state(init: PyTree, tree, leaves) -> list:
     ]
 
 
-def _neutral_leaf(name: str, value, leaf):
+def _neutral_leaf(name: str, value: Array, leaf: PartitionedArray) -> GlobalArray:
     """Check a leaf of the neutral state, and cast it to the dtype of the leaf of `x`.
 
-    Args:
-      name: Its name with its path, such as `init['a']`, for errors.
-      value: The leaf of the neutral state, an array. A Python number is a scalar array,
-        which JAX types weakly.
-      leaf: The leaf of `x`, `[n, *s]`.
-
-    Returns:
-      An array `[*s]` in the dtype of `leaf`. A weakly typed scalar, or a scalar bool,
-      is repeated in all of its elements.
-
-    Raises:
-      DrjaxTypeError: It has another dtype than `leaf`, and is not a weakly typed number
-        that this dtype holds.
-      DrjaxValueError: Its shape is not `[*s]`, and it is not such a scalar.
+    A Python number is a scalar array, which JAX types weakly: if that dtype holds it,
+    it is repeated in all elements of `[*s]`. So is a scalar bool. `name` has the path
+    of the leaf, such as `init['a']`.
     """
     shape, dtype, weak = leaf.shape[1:], leaf.dtype, _compat.typeof(value).weak_type
     # JAX's bools are never weakly typed.
@@ -276,32 +253,20 @@ def _neutral_leaf(name: str, value, leaf):
 # The function
 
 
-def _trace(combine: Callable, tree, leaves: list, layout: Layout):
+def _trace(
+    combine: Callable[[PyTree, PyTree], PyTree],
+    tree: PyTreeDef,
+    leaves: list[PartitionedArray],
+    layout: Layout,
+) -> tuple[list[PartitionedArray], ClosedJaxpr, list[Array]]:
     """Trace the function of two states, and check what it does and returns.
 
-    Args:
-      combine: The function, from two trees of arrays `[*s]`, states, to one.
-      tree: The `PyTreeDef` of a state.
-      leaves: The leaves of `x`, `[n, *s]`, with the types of partitioned operands.
-      layout: The layout of the groups.
+    The leaves of `x` are returned. A result of `combine` is a state again, so both must
+    have one type: inside a `shard_map`, leaves are cast to vary over all Manual mesh
+    axes over which a leaf or a result varies.
 
-    Returns:
-      `(leaves, jaxpr, consts)`:
-
-      * `leaves`: The leaves of `x`. A result of `combine` is a state again, so both
-        must have one type: inside a `shard_map`, leaves are cast to vary over all
-        Manual mesh axes over which a leaf or a result varies.
-      * `jaxpr`: A closed jaxpr. It takes `consts`, the leaves of the first state, and
-        those of the second; it returns the leaves of a state.
-      * `consts`: The list of the arrays and tracers that `combine` closes over.
-
-    Raises:
-      ScopeError: The function calls a building block.
-      DrjaxTypeError: It has effects, or a leaf of its result has another dtype than
-        `x`.
-      DrjaxValueError: Its result has another structure or shape than a state.
-      MeshError: It uses a collective over the partition's axes, or closes over an array
-        that is sharded over them.
+    The jaxpr takes the arrays and tracers that `combine` closes over, which are
+    returned last, the leaves of the first state, and those of the second.
     """
     name, n_states = function_name(combine), len(leaves)
     errors = PureFunctionErrors(
@@ -313,7 +278,7 @@ def _trace(combine: Callable, tree, leaves: list, layout: Layout):
         "as often as states are combined. Print or check the result outside.",
     )
 
-    def flat_fn(*values):
+    def flat_fn(*values: Array) -> list[Array]:
         states = tree.unflatten(values[:n_states]), tree.unflatten(values[n_states:])
         out = combine(*states)
         _check_structure(name, out, tree)
@@ -334,14 +299,8 @@ def _trace(combine: Callable, tree, leaves: list, layout: Layout):
         leaves = [vary(x, varying) for x in leaves]
 
 
-def _check_structure(name: str, out: PyTree, tree) -> None:
-    """Raise `DrjaxValueError` if a result does not have the structure of a state.
-
-    Args:
-      name: The name of the function given to `drjax.reduce`, for the error.
-      out: Its result, a tree.
-      tree: The `PyTreeDef` of a state.
-    """
+def _check_structure(name: str, out: PyTree, tree: PyTreeDef) -> None:
+    """Raise `DrjaxValueError` if a result does not have the structure of a state."""
     out_tree = jax.tree_util.tree_structure(out)
     if out_tree != tree:
         raise DrjaxValueError(
@@ -351,21 +310,12 @@ def _check_structure(name: str, out: PyTree, tree) -> None:
         )
 
 
-def _result_leaf(name: str, path, value, leaf):
+def _result_leaf(
+    name: str, path: jax.tree_util.KeyPath, value: Any, leaf: PartitionedArray
+) -> Array:
     """Check a leaf of a result of `combine`, and convert it to an array of a state.
 
-    Args:
-      name: The name of the function given to `drjax.reduce`, for errors.
-      path: The path of the leaf in the result, a tuple of keys of `jax.tree_util`.
-      value: The leaf of the result, an array or a number.
-      leaf: The leaf of `x` at the same path, `[n, *s]`.
-
-    Returns:
-      The leaf of the result, an array `[*s]` of the dtype of `leaf`.
-
-    Raises:
-      DrjaxTypeError: It is no array or number, or has another dtype than `leaf`.
-      DrjaxValueError: It has another shape than `[*s]`.
+    `leaf` is the leaf of `x` at the same path.
     """
     what, fix = f"the result of {name}", "Return arrays or numbers."
     value = as_array("reduce", what, path, value, fix)

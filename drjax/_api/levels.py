@@ -23,49 +23,51 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 
 from drjax._api.trace_map import call_mapped
 from drjax._api.validate import flatten_partitioned
+from drjax._compat.types import PyTree
 from drjax._context import Scope, current_scope, enter_level, scope_context
 from drjax._errors import DrjaxTypeError, DrjaxValueError, ScopeError
 from drjax._partition import Partition, attached_levels, show_levels
 from drjax._sharding.layout import find_mesh, make_layout
 
 Over = str | Sequence[str] | None
+# `outer(arguments, inner, over)`, as `over_levels` takes it.
+Outer: TypeAlias = Callable[
+    [dict[str, Any], Callable[..., PyTree], tuple[str, ...]], PyTree
+]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def over_levels(*partitioned: str, outer: Callable | None = None) -> Callable[[F], F]:
+def over_levels(*partitioned: str, outer: Outer | None = None) -> Callable[[F], F]:
     """Make the decorator by which a building block acts on the levels of a program.
 
     `@drjax.program(pods=2, groups=4)` has the levels pods and groups. The building
     block itself acts on one partition, the ambient one: `current_scope().partition`.
     The decorated one acts on the levels that its argument `over` names; None: on all
     levels that no enclosing function is mapped over. To act on a level inside another
-    one, it maps the building block over the outer level.
+    one, it maps the building block over the outer level: over the arguments whose names
+    are `partitioned`, trees of arrays, and it closes over the others.
 
-    Args:
-      *partitioned: The names of the building block's partitioned arguments, trees of
-        arrays. A map over an outer level maps over these, and closes over the others.
-      outer: `outer(arguments, inner, over)` runs the building block over several
-        levels, whose names are `over`, outermost first. `arguments` are its arguments,
-        by name, in a dict that it may change; `inner(**arguments)` runs it over all of
-        these levels but the first, in each group of that one. It returns the result of
-        the building block. None: to act on several levels is an error.
+    `outer(arguments, inner, over)` runs the building block over several levels, whose
+    names are `over`, outermost first. `arguments` are its arguments, by name, in a dict
+    that it may change; `inner(**arguments)` runs it over all of these levels but the
+    first, in each group of that one. It returns the result of the building block. None:
+    to act on several levels is an error.
 
-    Returns:
-      The decorator, from the building block to the decorated one. The signature of the
-      building block has the parameter `over`, too, but no call of it passes `over`.
+    The signature of the building block has the parameter `over`, too, but no call of it
+    passes `over`.
     """
 
     def decorate(block: F) -> F:
         name, signature = block.__name__, inspect.signature(block)
 
         @functools.wraps(block)
-        def call(*args, **kwargs):
+        def call(*args: Any, **kwargs: Any) -> PyTree:
             scope, explicit = current_scope(), kwargs.get("partition")
             if not (scope.levels or explicit is not None or "over" in kwargs):
                 return block(*args, **kwargs)  # a program with one partition
@@ -79,7 +81,11 @@ def over_levels(*partitioned: str, outer: Callable | None = None) -> Callable[[F
                 acted_on = select_levels(name, over, levels)
                 return run(levels, acted_on, arguments)
 
-        def run(levels, acted_on, arguments):
+        def run(
+            levels: tuple[Partition, ...],
+            acted_on: tuple[Partition, ...],
+            arguments: dict[str, Any],
+        ) -> PyTree:
             first = levels[0]
             if acted_on == (first,):
                 return block(**arguments)
@@ -87,7 +93,7 @@ def over_levels(*partitioned: str, outer: Callable | None = None) -> Callable[[F
                 raise _one_level_error(name, acted_on)
             rest = tuple(p for p in acted_on if p != first)
 
-            def inner(**arguments):
+            def inner(**arguments: Any) -> PyTree:
                 work = functools.partial(run, levels[1:], rest)
                 return map_over(name, first, work, partitioned, arguments)
 
@@ -106,31 +112,21 @@ def reduce_parts(
     over: Sequence[str],
     partitioned: Sequence[str],
     arguments: dict[str, Any],
-    parts: Callable[..., Any],
-    combine: Callable[[Any], Any],
-) -> Any:
+    parts: Callable[..., PyTree],
+    combine: Callable[[PyTree], PyTree],
+) -> PyTree:
     """Reduce over several levels: over the innermost of them, and then outwards.
 
-    It maps `parts` over all levels outside the innermost one in `over`: each group of
-    these reduces its own inner groups. Then, from the inside out, it calls `combine`
-    for each of the other levels in `over`. Both act on the ambient partition,
+    It maps `parts` over all levels outside the innermost one in `over`, the names of
+    the levels, outermost first: each group of these reduces its own inner groups. Then,
+    from the inside out, it calls `combine` for each of the other levels in `over`: from
+    leaves `[n, *t]` to leaves `[*t]`. Both act on the ambient partition,
     `current_scope().partition`, which is the level in question.
 
-    Args:
-      name: The name of the building block, for errors.
-      over: The names of the levels to reduce over, outermost first.
-      partitioned: The names of those of `arguments` that are partitioned, with the
-        leading axes of all levels down to the innermost one in `over`.
-      arguments: The arguments of `parts`, by name.
-      parts: `parts(**arguments)` reduces over the ambient partition, and returns a tree
-        of arrays. Its arguments have no axes of the levels outside.
-      combine: `combine(tree)` reduces such trees over the ambient partition: from
-        leaves `[n, *t]`, with one result for each of n groups, to a tree of the same
-        structure with leaves `[*t]`.
-
-    Returns:
-      The reduced tree. It has a leading axis for each level that is not in `over` and
-      lies outside the innermost one in `over`.
+    Those of `arguments` that are named in `partitioned` have the leading axes of all
+    levels down to the innermost one in `over`. `parts(**arguments)` gets none of the
+    axes of the levels outside. The result has a leading axis for each level that is not
+    in `over` and lies outside the innermost one in `over`.
     """
     first = current_scope().open_levels[0]
     if tuple(over) == (first.name,):
@@ -142,44 +138,26 @@ def reduce_parts(
 
 
 def mesh_argument(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the argument `mesh=` of a building block, as keywords for another one.
-
-    Args:
-      arguments: The arguments by name, of which `mesh` may be missing.
-
-    Returns:
-      `{"mesh": mesh}`, with None if it is missing.
-    """
+    """Return the argument `mesh=` of a building block, as keywords for another one."""
     return {"mesh": arguments.get("mesh")}
 
 
 def map_over(
     name: str,
     partition: Partition,
-    work: Callable[[dict[str, Any]], Any],
+    work: Callable[[dict[str, Any]], PyTree],
     partitioned: Sequence[str],
     arguments: dict[str, Any],
-) -> Any:
+) -> PyTree:
     """Map a building block over a level, to run it on the levels inside.
 
-    It binds one `map_fn` over `partition`. In the mapped function, building blocks act
-    on the next level inside `partition`: it is `current_scope().partition`.
+    It binds one `map_fn` over `partition`, which is not the innermost level. In the
+    mapped function, building blocks act on the next level inside: it is
+    `current_scope().partition`.
 
-    Args:
-      name: The name of the building block, for errors and for the name of the map.
-      partition: The level to map over, n groups, which is not the innermost one.
-      work: `work(arguments)` runs the building block on the arguments of one group.
-      partitioned: The names of the arguments to map over, trees of arrays `[n, *s]`.
-      arguments: The arguments by name. `work` gets one group's slices `[*s]` of those
-        in `partitioned`, unless they are None, and all others unchanged. `mesh`, if it
-        is one of them, is also the mesh of the map.
-
-    Returns:
-      The tree that `work` returns, with leaves `[n, *t]`.
-
-    Raises:
-      DrjaxTypeError: A leaf to map over is neither an array nor a number.
-      DrjaxValueError: A leaf to map over has another leading axis than n.
+    `work(arguments)` runs the building block on the arguments of one group: slices
+    `[*s]` of those named in `partitioned` that are not None, and all others unchanged.
+    An argument `mesh` is also the mesh of the map.
     """
     names = [key for key in partitioned if arguments.get(key) is not None]
     others = {k: v for k, v in arguments.items() if k not in names}
@@ -195,7 +173,7 @@ def map_over(
     leaves = [leaf for some, _ in flat for leaf in some]
     tree = jax.tree_util.treedef_tuple([structure for _, structure in flat])
 
-    def one(*args):
+    def one(*args: PyTree) -> PyTree:
         with enter_level(_next_level(partition)):
             return work({**others, **dict(zip(names, args, strict=True))})
 
@@ -203,47 +181,32 @@ def map_over(
     return call_mapped(one, leaves, tree, partition=partition, mesh=mesh)
 
 
-def in_next_level(fn: Callable) -> Callable:
+def in_next_level(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Wrap a mapped function so that building blocks in it act on the next inner level.
 
     It is called before the map, when `current_scope().open_levels` are the levels that
-    are not mapped over yet, outermost first.
-
-    Args:
-      fn: The function given to `map_fn` over the first of these levels.
-
-    Returns:
-      A function that calls `fn` in a scope whose `partition` is the second of these
-      levels; `fn` itself if there is no second one.
+    are not mapped over yet, outermost first; `fn` is mapped over the first of them, and
+    returned itself if it is the only one.
     """
     below = current_scope().open_levels[1:]
     if not below:
         return fn
 
     @functools.wraps(fn)
-    def in_level(*args):
+    def in_level(*args: PyTree) -> PyTree:
         with enter_level(below[0]):
             return fn(*args)
 
     return in_level
 
 
-def select_levels(name: str, over: Over, levels: Sequence[Partition]) -> tuple:
-    """Select the levels of a program that the argument `over=` names.
+def select_levels(
+    name: str, over: Over, levels: Sequence[Partition]
+) -> tuple[Partition, ...]:
+    """Return those of some levels that the argument `over=` names, in their order.
 
-    Args:
-      name: The name of the building block, for errors.
-      over: The argument: the name of a level, or a sequence of names in any order;
-        None: all of `levels`.
-      levels: The partitions on which the building block may act, outermost first.
-
-    Returns:
-      A tuple of those of `levels` that are named, outermost first.
-
-    Raises:
-      DrjaxTypeError: `over` is neither a name nor a sequence of names.
-      DrjaxValueError: It is empty, or names a level that is not among `levels`, or one
-        twice.
+    None: all of them. They are the levels on which the building block may act,
+    outermost first.
     """
     if over is None:
         return tuple(levels)
@@ -275,36 +238,21 @@ def _mask_as_array(name: str, value: Any) -> Any:
     """Convert an argument to a JAX array, if it is a list for `where=` or `by=`.
 
     As a list, or tuple, it would be a pytree of numbers, which cannot be mapped over.
-
-    Args:
-      name: The name of the argument.
-      value: The argument.
-
-    Returns:
-      The array; `value` itself if it is no list or tuple, or `name` is another
-      argument.
     """
     if name in ("where", "by") and isinstance(value, list | tuple):
         return jax.numpy.asarray(value)
     return value
 
 
-def _explicit_levels(name: str, arguments: dict[str, Any], scope: Scope):
+def _explicit_levels(
+    name: str, arguments: dict[str, Any], scope: Scope
+) -> contextlib.AbstractContextManager[Any]:
     """Return the context manager that enters the levels of a program in `partition=`.
 
     If the argument `partition` is a program with several levels, these are the levels
     on which building blocks act in the context manager, with the mesh in context.
-    Otherwise it does nothing.
-
-    Args:
-      name: The name of the building block, for errors.
-      arguments: The arguments of the building block, by name. `partition` is removed
-        from the dict if it is None, or a program with several levels.
-      scope: The current scope.
-
-    Raises:
-      ScopeError: `partition` is a program with several levels, and an enclosing
-        function is mapped over one of them.
+    Otherwise it does nothing. The argument is removed from the dict if it is None, or
+    such a program.
     """
     levels = attached_levels(arguments.get("partition"))
     if len(levels) < 2:
@@ -328,10 +276,6 @@ def check_alone(name: str, over: Over) -> None:
     It is called where there are no levels that `over` could name: outside of programs,
     in a mapped function in which no inner level is left to act on, and in a call whose
     `partition=` is one partition.
-
-    Args:
-      name: The name of the building block, for the error.
-      over: The argument `over=` of the call.
     """
     if over is not None:
         raise DrjaxValueError(
@@ -343,12 +287,7 @@ def check_alone(name: str, over: Over) -> None:
 def _one_level_error(name: str, levels: Sequence[Partition]) -> DrjaxValueError:
     """Make the error for a building block that was called for several levels at once.
 
-    Args:
-      name: The name of the building block, which acts on one level at a time.
-      levels: The levels for which it was called.
-
-    Returns:
-      The error, for the caller to raise. It proposes `over=` with each of the levels.
+    It proposes `over=` with each of the levels.
     """
     options = " or ".join(f"over={p.name!r}" for p in levels)
     return DrjaxValueError(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from drjax._api.levels import Over, mesh_argument, over_levels
+from drjax._api.levels import Outer, Over, mesh_argument, over_levels
 from drjax._api.participation import (
     Mask,
     Segments,
@@ -25,12 +25,11 @@ from drjax._api.reductions import check_numeric
 from drjax._api.resolve import (
     MeshLike,
     PartitionLike,
-    PyTree,
-    Tree,
     bind_partitioned,
     map_leaves,
     resolve,
 )
+from drjax._compat.types import Array, GlobalArray, PartitionedArray, PyTree, Tree
 from drjax._errors import DrjaxTypeError
 from drjax._primitives.collectives import broadcast_p
 from drjax._primitives.extrema import highest, lowest, reduce_max_p, reduce_min_p
@@ -39,28 +38,17 @@ from drjax._sharding.execute import as_operand
 from drjax._sharding.layout import make_layout
 
 
-def _extremum_outwards(block: str) -> Callable:
+def _extremum_outwards(block: str) -> Outer:
     """Make the function that runs `reduce_max` or `reduce_min` over several levels.
 
     It reduces over the inner levels, and then over the outermost. `default=` replaces
     extrema over no group at all, so it is applied once, at the end: another reduction,
     of bools, finds where no group takes part.
-
-    Args:
-      block: "reduce_max" or "reduce_min".
-
-    Returns:
-      `outer(arguments, inner, over)`, the function that `over_levels` needs. It returns
-      the tree of extrema over all these levels.
-
-      * `arguments`: The arguments of the reduction, by name. `default` is removed from
-        the dict.
-      * `inner`: `inner(**arguments)` reduces over all levels but the outermost, in each
-        group of that one.
-      * `over`: The names of the levels, outermost first.
     """
 
-    def outer(arguments, inner, over):
+    def outer(
+        arguments: Any, inner: Callable[..., PyTree], over: tuple[str, ...]
+    ) -> PyTree:
         default = check_default(block, arguments.pop("default", None))
         mesh = mesh_argument(arguments)
         reduction = reduce_max if block == "reduce_max" else reduce_min
@@ -252,29 +240,16 @@ _EXTREMA: dict[str, tuple[Any, Any]] = {
 
 
 def _reduce_extremum(
-    block: str, x: PyTree, where, by, num, default, mesh, partition
+    block: str,
+    x: PyTree,
+    where: Mask,
+    by: Segments,
+    num: int | None,
+    default: ArrayLike | None,
+    mesh: MeshLike,
+    partition: PartitionLike,
 ) -> PyTree:
-    """Run `reduce_max` or `reduce_min` on each leaf of a tree.
-
-    Args:
-      block: The name of the reduction, "reduce_max" or "reduce_min".
-      x: A tree of partitioned arrays, `[n, *s]`, real or bool.
-      where: The groups that take part, bool `[n]`; None: all.
-      by: The segment of each group, integers `[n]`; None: no segments.
-      num: The number of segments; None without `by`.
-      default: The result over no group, a number; None: the identity of the reduction.
-      mesh: The reduction's argument `mesh=`, a mesh or None.
-      partition: The reduction's argument `partition=`; None: the program's partition.
-
-    Returns:
-      The tree with global leaves of the same dtypes, `[*s]`, or with segments
-      `[num, *s]`.
-
-    Raises:
-      DrjaxTypeError: A leaf is complex, or not an array of numbers, or an argument has
-        a wrong type.
-      DrjaxValueError: A leaf or an argument has a wrong shape.
-    """
+    """Run `reduce_max` or `reduce_min` on each leaf of a tree."""
     params = resolve(block, mesh, partition)
     mask = participation_mask(block, where, by, num, params)
     default = check_default(block, default)
@@ -284,7 +259,7 @@ def _reduce_extremum(
         mask = as_operand(mask, make_layout(**params), True)
         empty = ~reduce_max_p.bind(mask, **params)
 
-    def bind(leaf, **params):
+    def bind(leaf: PartitionedArray, **params: Any) -> GlobalArray:
         _check_ordered(block, leaf)
         kept = keep_slices(mask, leaf, identity(leaf.dtype), **params)
         return or_default(block, primitive.bind(kept, **params), empty, default)
@@ -292,26 +267,14 @@ def _reduce_extremum(
     return bind_partitioned(block, x, mesh, partition, bind)
 
 
-def _reduce_arg(block: str, x: PyTree, where, mesh, partition) -> PyTree:
+def _reduce_arg(
+    block: str, x: PyTree, where: Mask, mesh: MeshLike, partition: PartitionLike
+) -> PyTree:
     """Run `reduce_argmax` or `reduce_argmin` on each leaf of a tree.
 
     One reduction finds the extremum y, and another one the minimum of the indices i of
-    groups with x_i = y. A NaN counts as attaining the extremum.
-
-    Args:
-      block: The name of the reduction, "reduce_argmax" or "reduce_argmin".
-      x: A tree of partitioned arrays, `[n, *s]`, real or bool.
-      where: The groups that take part, bool `[n]`; None: all.
-      mesh: The reduction's argument `mesh=`, a mesh or None.
-      partition: The reduction's argument `partition=`; None: the program's partition.
-
-    Returns:
-      The tree with global leaves, int32 `[*s]`; n if no group takes part.
-
-    Raises:
-      DrjaxTypeError: A leaf is complex, or not an array of numbers, or `where` is not
-        bool.
-      DrjaxValueError: A leaf or `where` has another leading axis than n.
+    groups with x_i = y. A NaN counts as attaining the extremum. If no group takes part:
+    n.
     """
     params = resolve(block, mesh, partition)
     mask = participation_mask(block, where, None, None, params)
@@ -319,11 +282,13 @@ def _reduce_arg(block: str, x: PyTree, where, mesh, partition) -> PyTree:
     n = params["partition"].size
     group = partition_index_p.bind(**params, per_group=False)
 
-    def index_if_attained(index, slice_, extremum, taken=True):
+    def index_if_attained(
+        index: Array, slice_: Array, extremum: Array, taken: Array | bool = True
+    ) -> Array:
         hit = (slice_ == extremum) | (slice_ != slice_)  # NaN wins, if there is one
         return jnp.where(hit & taken, index, jnp.full((), n, jnp.int32))
 
-    def bind(leaf, **params):
+    def bind(leaf: PartitionedArray, **params: Any) -> GlobalArray:
         _check_ordered(block, leaf)
         kept = keep_slices(mask, leaf, identity(leaf.dtype), **params)
         # The comparison needs bitwise the slices of which the extremum was taken.
@@ -336,14 +301,10 @@ def _reduce_arg(block: str, x: PyTree, where, mesh, partition) -> PyTree:
     return bind_partitioned(block, x, mesh, partition, bind)
 
 
-def _check_ordered(block: str, leaf) -> None:
+def _check_ordered(block: str, leaf: Array) -> None:
     """Raise `DrjaxTypeError` if an array has a dtype without an order.
 
     Such dtypes are complex numbers, typed random keys, and float0.
-
-    Args:
-      block: The name of the reduction, for the error.
-      leaf: The array.
     """
     check_numeric(block, leaf)
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):

@@ -23,8 +23,9 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from drjax import _compat
-from drjax._api.resolve import group_axis_size, map_leaves
+from drjax._api.resolve import BlockParams, group_axis_size, map_leaves
 from drjax._api.validate import as_array
+from drjax._compat.types import Array, GlobalArray, PartitionedArray
 from drjax._context import current_scope
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._primitives.select_slice import as_int32
@@ -33,26 +34,15 @@ Mask = ArrayLike | Sequence[bool] | None
 Segments = ArrayLike | Sequence[int] | None
 
 
-def participation_mask(block: str, where, by, num, params: dict[str, Any]):
+def participation_mask(
+    block: str, where: Mask, by: Segments, num: int | None, params: BlockParams
+) -> PartitionedArray | None:
     """Check `where=`, `by=` and `num=`, and compute the mask of a reduction.
 
-    Args:
-      block: The name of the reduction, for errors.
-      where: The groups that take part, bool `[n]`, or None: all.
-      by: The segment of each group, integers `[n]`, as for `jax.ops.segment_sum`; or
-        None: no segments. Groups whose segment is not in 0 to num - 1 do not take part.
-      num: The number of segments, or None.
-      params: `{"partition": partition, "mesh": mesh}`; mesh None: it runs locally.
-
-    Returns:
-      None if all groups take part, without segments. Else a partitioned bool array:
-      `[n]`, True for groups that take part; or with segments `[n, num]`, True for the
-      segment of each group that takes part, so at most once for each group.
-
-    Raises:
-      DrjaxTypeError: `where` is no array of bools, `by` no array of integers, `num` no
-        Python integer, or only one of `by` and `num` is passed.
-      DrjaxValueError: `where` or `by` is not `[n]`, or `num` is not positive.
+    None if all groups take part, without segments. Else a partitioned bool array:
+    `[n]`, True for groups that take part; or with segments `[n, num]`, True for the
+    segment of each group that takes part, so at most once for each group. Groups whose
+    segment is not in 0 to num - 1 do not take part.
     """
     mask = None if where is None else check_where(block, where, params)
     if by is None and num is None:
@@ -61,7 +51,7 @@ def participation_mask(block: str, where, by, num, params: dict[str, Any]):
     num = _check_num(block, by, num)
     by = _check_segments(block, by, params)
 
-    def segment_of(by, *taken):
+    def segment_of(by: Array, *taken: Array) -> Array:
         hit = jnp.arange(num, dtype=jnp.int32) == as_int32(by, -1, num)
         return hit & taken[0] if taken else hit
 
@@ -69,21 +59,8 @@ def participation_mask(block: str, where, by, num, params: dict[str, Any]):
     return map_leaves(segment_of, by, *taken, **params)
 
 
-def check_where(block: str, where, params: dict[str, Any]) -> jax.Array:
-    """Check the argument `where=` of a reduction, the mask of groups that take part.
-
-    Args:
-      block: The name of the reduction, for errors.
-      where: The argument: an array, or what `jnp.asarray` accepts.
-      params: `{"partition": partition, "mesh": mesh}`; mesh None: it runs locally.
-
-    Returns:
-      The mask as a JAX array, bool `[n]`.
-
-    Raises:
-      DrjaxTypeError: It is not an array of bools.
-      DrjaxValueError: Its shape is not `[n]`.
-    """
+def check_where(block: str, where: Mask, params: BlockParams) -> PartitionedArray:
+    """Check the argument `where=` of a reduction; return it as an array, bool `[n]`."""
     _leave_groups_out()
     need = f"drjax.{block} needs where= as bool [{group_axis_size(params)}]"
     fix = "Write for instance where=counts > 0."
@@ -97,19 +74,10 @@ def _leave_groups_out() -> None:
         left_out.some = True
 
 
-def _check_num(block: str, by, num) -> int:
+def _check_num(block: str, by: Segments, num: int | None) -> int:
     """Check the argument `num=`, the number of segments, and return it as an `int`.
 
     It is called if `by=` or `num=` is passed; both have to be.
-
-    Args:
-      block: The name of the reduction, for errors.
-      by: The argument `by=`, or None.
-      num: The argument `num=`, or None.
-
-    Raises:
-      DrjaxTypeError: One of the two is missing, or `num` is not an integer.
-      DrjaxValueError: `num` is not positive, or does not fit int32.
     """
     if by is None:
         raise DrjaxTypeError(
@@ -129,18 +97,8 @@ def _check_num(block: str, by, num) -> int:
     return int(num)
 
 
-def _check_segments(block: str, by, params: dict[str, Any]) -> jax.Array:
-    """Check the argument `by=` of a reduction, and return it as a JAX array.
-
-    Args:
-      block: The name of the reduction, for errors.
-      by: The argument: an array, or what `jnp.asarray` accepts.
-      params: `{"partition": partition, "mesh": mesh}`; mesh None: it runs locally.
-
-    Raises:
-      DrjaxTypeError: It is not an array of integers.
-      DrjaxValueError: Its shape is not `[n]`.
-    """
+def _check_segments(block: str, by: Segments, params: BlockParams) -> PartitionedArray:
+    """Check the argument `by=` of a reduction, and return it as a JAX array."""
     need = f"drjax.{block} needs by= as [{group_axis_size(params)}] integers"
     fix = (
         "Write for instance by=ages.astype(int) // 10. To leave groups out, use where=."
@@ -148,24 +106,14 @@ def _check_segments(block: str, by, params: dict[str, Any]) -> jax.Array:
     return _for_each_group(by, jnp.integer, need, fix, "the segment of", params)
 
 
-def _for_each_group(argument, kind, need: str, fix: str, each: str, params):
-    """Convert an argument with one value for each group to a JAX array, and check it.
+def _for_each_group(
+    argument: Any, kind: Any, need: str, fix: str, each: str, params: BlockParams
+) -> PartitionedArray:
+    """Convert an argument with a value for each group to an array `[n]`, and check it.
 
-    Args:
-      argument: An array, or what `jnp.asarray` may accept.
-      kind: The dtype of its values, or the supertype of their dtypes.
-      need: The beginning of each error: what is needed.
-      fix: The end of the error about another dtype.
-      each: The text before "each group of ..." in the error about the shape, such as
-        "one for" or "the segment of".
-      params: `{"partition": partition, "mesh": mesh}`; mesh None: it runs locally.
-
-    Returns:
-      The array, `[n]`.
-
-    Raises:
-      DrjaxTypeError: It is not an array of such a dtype.
-      DrjaxValueError: Its shape is not `[n]`.
+    `kind` is the dtype of its values, or the supertype of their dtypes. `need` begins
+    each error, `fix` ends that about another dtype, and `each` is the text before "each
+    group of ..." in that about the shape, such as "one for" or "the segment of".
     """
     try:
         values = jnp.asarray(argument)
@@ -183,43 +131,33 @@ def _for_each_group(argument, kind, need: str, fix: str, each: str, params):
     return values
 
 
-def keep_slices(mask, leaf, fill, **params):
+def keep_slices(
+    mask: PartitionedArray | None,
+    leaf: PartitionedArray,
+    fill: ArrayLike,
+    **params: Any,
+) -> PartitionedArray:
     """Replace slices that take no part in a reduction by a number without effect on it.
 
-    With segments, each group gets an array with one position for each segment: its
-    slice is at the position of its segment, and the number everywhere else.
-
-    Args:
-      mask: The partitioned mask that `participation_mask` returns: bool `[n]`, or with
-        segments `[n, num]`, True where a slice takes part; None: `leaf` is returned.
-      leaf: A partitioned array, `[n, *s]`.
-      fill: The number, a scalar: the identity of the reduction, as 0 of a sum.
-      **params: The keywords `partition` and `mesh`; mesh None: it runs locally.
-
-    Returns:
-      A partitioned array in the dtype of `leaf`: `[n, *s]`, or with segments
-      `[n, num, *s]`.
+    The number is the identity of the reduction, as 0 of a sum. The mask is that of
+    `participation_mask`. With segments, each group gets an array with one position for
+    each segment, `[num, *s]`: its slice is at the position of its segment, and the
+    number everywhere else.
     """
     if mask is None:
         return leaf
 
-    def keep_or_fill(mask, slice_):
+    def keep_or_fill(mask: Array, slice_: Array) -> Array:
         return place(mask, slice_, fill)
 
     return map_leaves(keep_or_fill, mask, leaf, **params)
 
 
-def place(mask, slice_, fill):
+def place(mask: Array, slice_: Array, fill: ArrayLike) -> Array:
     """Keep one group's slice where its mask is True, and fill in a number elsewhere.
 
-    Args:
-      mask: The group's mask, a bool `[]`, or with segments `[num]`.
-      slice_: The group's slice, `[*s]`.
-      fill: The number, a scalar.
-
-    Returns:
-      The slice, or an array filled with the number: `[*s]`; with segments `[num, *s]`,
-      one of the two for each segment. In the dtype of `slice_`.
+    The mask is `[]`; or with segments `[num]`, and the result is one of the two for
+    each segment, `[num, *s]`.
     """
     choose = lambda taken: jnp.where(taken, slice_, jnp.asarray(fill, slice_.dtype))
     return jax.vmap(choose)(mask) if mask.ndim else choose(mask)
@@ -233,19 +171,10 @@ def place(mask, slice_, fill):
 _KINDS_OF_NUMBERS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 
-def check_default(block: str, default) -> jax.Array | None:
+def check_default(block: str, default: ArrayLike | None) -> GlobalArray | None:
     """Check the argument `default=` of a reduction, its result over no group.
 
-    Args:
-      block: The name of the reduction, for errors.
-      default: The argument: a number, a scalar array, or None.
-
-    Returns:
-      A JAX array `[]`; None for None.
-
-    Raises:
-      DrjaxTypeError: It is not a number.
-      DrjaxValueError: It is an array with dimensions.
+    It is a number or a scalar array, and is returned as an array `[]`.
     """
     if default is None:
         return None
@@ -260,26 +189,14 @@ def check_default(block: str, default) -> jax.Array | None:
     return default
 
 
-def or_default(block: str, value, empty, default):
-    """Replace a reduction over no group by the default.
+def or_default(
+    block: str, value: Array, empty: Array | None, default: Array | None
+) -> Array:
+    """Replace a reduction over no group by the default that `check_default` returned.
 
-    Args:
-      block: The name of the reduction, for errors.
-      value: The result of the reduction, `[*s]`, or with segments `[num, *s]`. It must
-        have finite derivatives where `empty` is True.
-      empty: True where no group takes part, a bool array; its shape is a leading part
-        of that of `value`. None: nothing is replaced, as there is no such element.
-      default: The default, a JAX array `[]`, as `check_default` returns it. None:
-        nothing is replaced, as the caller has passed no default.
-
-    Returns:
-      An array of the shape and dtype of `value`, with `default` where `empty` is True;
-      `value` itself if nothing is replaced.
-
-    Raises:
-      DrjaxTypeError: The default cannot be cast to the dtype of `value`: it is a float
-        and the result an integer, for instance.
-      DrjaxValueError: The default is beyond the limits of an integer dtype.
+    `value` is `[*s]`, or with segments `[num, *s]`. `empty` says where no group takes
+    part; its shape is a leading part of that of `value`; None: there is no such
+    element. There, `value` must have finite derivatives.
     """
     if default is None:
         return value
@@ -290,17 +207,11 @@ def or_default(block: str, value, empty, default):
     return jnp.where(empty, default.astype(value.dtype), value)
 
 
-def _check_fits(block: str, default, dtype) -> None:
+def _check_fits(block: str, default: Array, dtype: np.dtype) -> None:
     """Raise an error if a default cannot be cast to the dtype of a result.
 
-    Args:
-      block: The name of the reduction, for errors.
-      default: The default, a JAX array `[]`.
-      dtype: The dtype of the result.
-
-    Raises:
-      DrjaxTypeError: The default is a float and the result an integer, for instance.
-      DrjaxValueError: The default is known, and beyond the limits of an integer dtype.
+    It can be no float for an integer, and if it is known, not beyond an integer's
+    limits.
     """
     fix = "Pass a default that all leaves can hold, or cast the leaf."
     if _rank(default.dtype) > _rank(dtype):
@@ -317,8 +228,8 @@ def _check_fits(block: str, default, dtype) -> None:
             )
 
 
-def _rank(dtype) -> int:
-    """The position of a dtype's kind in bool < integer < float < complex, from 0.
+def _rank(dtype: np.dtype) -> int:
+    """Return the place of a dtype's kind in bool < integer < float < complex, from 0.
 
     A default may be cast to the dtype of the result only if its rank is not higher.
     """

@@ -133,26 +133,12 @@ def program(
 
 
 def _declared_levels(
-    args: tuple, keywords: dict[str, Any], mesh_axes: Any
+    args: tuple[Any, ...], keywords: dict[str, Any], mesh_axes: Any
 ) -> tuple[Partition, ...]:
-    """Make the partitions that the arguments of `drjax.program` declare.
+    """Make the partitions that arguments of `drjax.program` declare, outermost first.
 
-    Args:
-      args: The positional arguments of `drjax.program`; any of them is an error.
-      keywords: The keyword arguments that are not parameters of `drjax.program`:
-        `{name: size, ...}`, or `{"placements": {name: size, ...}}`.
-      mesh_axes: The mesh axis or axes to shard the partition over, a string or a tuple;
-        with several levels, a mapping from their names to these. None: the axis with
-        the partition's name.
-
-    Returns:
-      The partitions, outermost first.
-
-    Raises:
-      DrjaxTypeError: There is a positional argument, a misspelt keyword, or no
-        partition; or a name, size or mesh axis has the wrong type.
-      DrjaxValueError: A size is below one, a mesh axis is named twice, or `mesh_axes`
-        is no mapping from names of levels.
+    Any positional argument is an error. The keywords are those that are no parameters:
+    `{name: size, ...}`, or `{"placements": {name: size, ...}}`.
     """
     if args:
         raise DrjaxTypeError(
@@ -196,18 +182,8 @@ def _declared_levels(
 def _axes_of_levels(sizes: Mapping[str, Any], mesh_axes: Any) -> Mapping[str, Any]:
     """Read the argument `mesh_axes` of `drjax.program`: for each level its mesh axes.
 
-    Args:
-      sizes: The sizes of the levels, by name; one if the program has no levels.
-      mesh_axes: The argument: the axes of the only level, or a mapping from names of
-        levels to axes. None: {}.
-
-    Returns:
-      A mapping from the names of levels to their mesh axes, a name or a tuple of names.
-      A level that it lacks has the axis of its own name.
-
-    Raises:
-      DrjaxValueError: It is no mapping, although there are several levels, or has keys
-        that are no levels.
+    It has the axes of the only level, or is a mapping from names of levels to axes. A
+    level that the result lacks has the axis of its own name.
     """
     if mesh_axes is None:
         return {}
@@ -240,9 +216,6 @@ def _check_plain_function(fn: Any) -> None:
     It cannot decorate objects that are not callable; the error has a hint for class
     methods and properties. It cannot decorate async functions and generator functions
     either, as their bodies run after the call has returned.
-
-    Args:
-      fn: The object to decorate.
     """
     if not callable(fn):
         hint = ""

@@ -11,7 +11,7 @@ Sharp edges: a partitioned value is an array like any other. If the function clo
 one, that is an error if its type shows the partition's axes, else when a plan is made.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from drjax import _compat
 from drjax._api.trace_map import collective_axes, mentions, names_own_axis
+from drjax._compat.types import Array
 from drjax._errors import DrjaxError, DrjaxTypeError, MeshError, ScopeError
 from drjax._jaxprs.walk import deep_equations
 from drjax._sharding.layout import Layout
@@ -32,15 +33,11 @@ class PureFunctionErrors:
 
     It is for functions given to `reduce` and `reduce_columns`, which see plain arrays.
 
-    Attributes:
-      what: The beginning of each error, which names the function and the building
-        block.
-      layout: The layout of the groups.
-      sees: The rest of the error about building blocks in the function: what it sees,
-        and what to do instead.
-      has: The rest of the error about collectives: what it has, and what to do instead.
-      effects: The rest of the error about effects: how often they would run, and what
-        to do instead.
+    Attributes: what: The beginning of each error, which names the function and the
+    building block. sees: The rest of the error about building blocks in the function:
+    what it sees, and what to do instead. has: The rest of the error about collectives:
+    what it has, and what to do instead. effects: The rest of the error about effects:
+    how often they would run, and what to do instead.
     """
 
     what: str
@@ -49,21 +46,13 @@ class PureFunctionErrors:
     has: str
     effects: str
 
-    def checked(self, trace: Callable[[], Any]):
+    def checked(
+        self, trace: Callable[[], tuple[Any, list[Array]]]
+    ) -> tuple[Any, list[Array]]:
         """Trace a function given to `reduce` or `reduce_columns`, and check it.
 
-        Args:
-          trace: Traces the function: `trace()` returns `(jaxpr, consts)`, a closed
-            jaxpr and the list of the arrays and tracers that the function closes over.
-
-        Returns:
-          The pair that `trace` returned.
-
-        Raises:
-          ScopeError: The function calls a building block or a program.
-          DrjaxTypeError: It has effects.
-          MeshError: It uses a collective over the partition's axes, or closes over an
-            array that is sharded over them.
+        `trace` returns its closed jaxpr, and the list of the arrays and tracers that it
+        closes over; so does this.
         """
         layout = self.layout
         scope = ScopeError(
@@ -94,15 +83,12 @@ class PureFunctionErrors:
         self._check_closed_over(consts)
         return jaxpr, consts
 
-    def _check_closed_over(self, consts) -> None:
+    def _check_closed_over(self, consts: Sequence[Array]) -> None:
         """Raise `MeshError` if the user's function closes over a partitioned value.
 
         Such a value is recognized by its type only: an array that is sharded over the
         partition's Explicit mesh axes, or varies over its Manual ones. Any other
         partitioned value looks like a global one, and is not an error in this check.
-
-        Args:
-          consts: The arrays and tracers that the function closes over.
         """
         layout = self.layout
         for const in consts:
@@ -117,22 +103,12 @@ class PureFunctionErrors:
                 )
 
 
-def without_other_axes(x, layout: Layout, partitioned: bool = True):
+def without_other_axes(x: Array, layout: Layout, partitioned: bool = True) -> Array:
     """Reshard an array, on Explicit axes, so that only its group axis is sharded.
 
     It is for building blocks that distribute the elements of slices over the
     partition's axes, or compute with whole slices. It runs outside the building block's
-    primitive, so that JAX transposes it.
-
-    Args:
-      x: The array: partitioned, `[n, *s]`, or global, `[*s]`.
-      layout: The layout of the partition.
-      partitioned: Whether `x` is partitioned. If so, its group axis is sharded over the
-        partition's Explicit axes; all other axes of an array are not sharded.
-
-    Returns:
-      The array, with the same values. `x` itself if the mesh in its type has no
-      Explicit axes, or if it has that sharding already.
+    primitive, so that JAX transposes it. A global array is not sharded at all.
     """
     sharding = _compat.typeof(x).sharding
     explicit = AxisType.Explicit in sharding.mesh.axis_types

@@ -5,6 +5,7 @@ Invariants: all but the plain sum and mean are compositions of primitives.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -31,16 +32,16 @@ from drjax._api.participation import (
     place,
 )
 from drjax._api.resolve import (
+    BlockParams,
     MeshLike,
     PartitionLike,
-    PyTree,
-    Tree,
     group_axis_size,
     partitioned_leaves,
     resolve,
 )
 from drjax._api.trace_map import call_mapped
 from drjax._api.validate import check_weights, flatten, flatten_partitioned
+from drjax._compat.types import Array, GlobalArray, PartitionedArray, PyTree, Tree
 from drjax._context import current_scope
 from drjax._errors import DrjaxTypeError
 from drjax._primitives.collectives import (
@@ -59,52 +60,26 @@ def _between_outer(arguments: dict[str, Any]) -> dict[str, Any]:
 
     In a reduction over several levels, these options are for the communication between
     the groups of the outermost level only.
-
-    Args:
-      arguments: The arguments by name, a dict, which is changed.
-
-    Returns:
-      A dict with those of the keys `wire` and `result` that `arguments` had.
     """
     names = ("wire", "result")
     return {k: arguments.pop(k) for k in names if k in arguments}
 
 
-def _sum_outwards(arguments, inner, over):
-    """Sum over several levels: over the inner ones first, then over the outermost.
-
-    `over_levels` calls it as `outer`.
-
-    Args:
-      arguments: The arguments of `reduce_sum`, by name. `wire` and `result` are removed
-        from the dict, as they are for the sum over the outermost level only.
-      inner: `inner(**arguments)` sums over all levels but the outermost, in each group
-        of that one.
-      over: The names of the levels, outermost first.
-
-    Returns:
-      The tree of sums over all of these levels.
-    """
+def _sum_outwards(
+    arguments: dict[str, Any], inner: Callable[..., PyTree], over: tuple[str, ...]
+) -> PyTree:
+    """Sum over several levels: over the inner ones first, then over the outermost."""
     options = _between_outer(arguments)
     options |= mesh_argument(arguments)
     return reduce_sum(inner(**arguments), over=over[0], **options)
 
 
-def _mean_outwards(arguments, inner, over):
+def _mean_outwards(
+    arguments: dict[str, Any], inner: Callable[..., PyTree], over: tuple[str, ...]
+) -> PyTree:
     """Average over several levels: one sum over all of them, divided once.
 
     A mean of means would round more often, and weigh pods equally with `where=`.
-    `over_levels` calls it as `outer`.
-
-    Args:
-      arguments: The arguments of `reduce_mean`, by name. `wire` and `result` are
-        removed from the dict; with `where`, `by` or `num` also `default`.
-      inner: `inner(**arguments)` averages over the inner levels; it is not used, as
-        `reduce_sum` sums over all levels.
-      over: The names of the levels, outermost first.
-
-    Returns:
-      The tree of means over all of these levels.
     """
     if not {"where", "by", "num"}.isdisjoint(arguments):
         return _weighted_mean_outwards(arguments, inner, over)
@@ -120,33 +95,32 @@ def _mean_outwards(arguments, inner, over):
     return jax.tree.map(lambda x, dtype: (x / n).astype(dtype), sums, dtypes)
 
 
-def _weighted_mean_outwards(arguments, inner, over):
+def _weighted_mean_outwards(
+    arguments: dict[str, Any], inner: Callable[..., PyTree], over: tuple[str, ...]
+) -> PyTree:
     """Average over several levels with weights, or with `where=`, `by=` or `num=`.
 
     Both sums, of weighted values and of weights, are over all of the levels, and
-    divided once. `over_levels` calls it as `outer`.
-
-    Args:
-      arguments: The arguments of the reduction, by name; `default`, `wire` and `result`
-        are removed from the dict.
-      inner: `inner(**arguments)` averages over the inner levels; it is not used.
-      over: The names of the levels, outermost first.
-
-    Returns:
-      The tree of means over all of these levels; where the weights sum to 0, it has the
-      argument `default`, or NaN without it.
+    divided once.
     """
     block = "reduce_weighted_mean" if "w" in arguments else "reduce_mean"
     default = check_default(block, arguments.pop("default", None))
     options = _between_outer(arguments)
     mesh = mesh_argument(arguments)
 
-    def parts(x, w=None, where=None, by=None, num=None, mesh=None):
+    def parts(
+        x: PyTree,
+        w: PyTree = None,
+        where: Mask = None,
+        by: Segments = None,
+        num: int | None = None,
+        mesh: MeshLike = None,
+    ) -> tuple[list[GlobalArray], list[GlobalArray]]:
         params = resolve(block, mesh, None)
         mask = participation_mask(block, where, by, num, params)
         return _weighted_sums(block, x, w, mask, {}, params)
 
-    def combine(sums):
+    def combine(sums: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
         shares, totals = sums
         outermost = current_scope().open_levels[0].name
         totals = reduce_sum(totals, over=outermost, **mesh)
@@ -249,7 +223,7 @@ def reduce_sum(
     n = params["partition"].size
     options |= secure_options(secure, min_groups, mask, n, wire, bound)
 
-    def summand(leaf):
+    def summand(leaf: PartitionedArray) -> PartitionedArray:
         check_numeric("reduce_sum", leaf)
         leaf = promote_sum(keep_slices(mask, leaf, 0, **params))
         check_encodable("reduce_sum", leaf, options)
@@ -319,7 +293,7 @@ def reduce_mean(
     if mask is not None:
         return _weighted_mean("reduce_mean", x, None, mask, default, options, params)
 
-    def summand(leaf):
+    def summand(leaf: PartitionedArray) -> PartitionedArray:
         check_numeric("reduce_mean", leaf)
         leaf = leaf.astype(_mean_dtype(leaf.dtype))
         check_encodable("reduce_mean", leaf, options)
@@ -398,34 +372,15 @@ def _weighted_mean(
     block: str,
     x: PyTree,
     w: PyTree | None,
-    mask,
-    default,
+    mask: PartitionedArray | None,
+    default: GlobalArray | None,
     options: dict[str, Any],
-    params: dict[str, Any],
+    params: BlockParams,
 ) -> PyTree:
     """Compute `sum_i w_i x_i / sum_i w_i` over the groups i, for each leaf of a tree.
 
-    Both sums are accumulated in float32 or wider.
-
-    Args:
-      block: The name of the reduction, for errors.
-      x: A tree of partitioned arrays, `[n, *s]`.
-      w: The weights, which are checked: one real array `[n]`, or a tree of them with
-        the structure of `x`, in which the shape of a weight is a leading part of
-        `[n, *s]`. None: each group that takes part has the weight 1.
-      mask: The groups that take part, bool `[n]`, with segments `[n, num]`, as
-        `participation_mask` returns it; None: all. Not None if `w` is None.
-      default: The mean if the weights add up to zero, a JAX array `[]`; None: NaN.
-      options: The parameters `wire` and `sharded` of the sums of products, a dict.
-      params: `{"partition": partition, "mesh": mesh}`; mesh None: it runs locally.
-
-    Returns:
-      The tree of means, global arrays `[*s]`, or with segments `[num, *s]`, in the
-      dtypes that `jnp.mean` has.
-
-    Raises:
-      DrjaxTypeError, DrjaxValueError: A leaf is not a partitioned array of numbers, or
-        the weights or the default do not fit.
+    The sums are those of `_weighted_sums`. If the weights add up to zero, the mean is
+    the default; None: NaN.
     """
     sums = _weighted_sums(block, x, w, mask, options, params)
     return _quotients(block, x, *sums, default)
@@ -435,30 +390,20 @@ def _weighted_sums(
     block: str,
     x: PyTree,
     w: PyTree | None,
-    mask,
+    mask: Any,
     options: dict[str, Any],
-    params: dict[str, Any],
-) -> tuple[list, list]:
+    params: BlockParams,
+) -> tuple[list[GlobalArray], list[GlobalArray]]:
     """Compute the sums `sum_i w_i x_i` and `sum_i w_i`, for each leaf of a tree.
 
-    Args:
-      block: The name of the reduction, for errors.
-      x: A tree of partitioned arrays, `[n, *s]`.
-      w: The weights: one real array `[n]`, or a tree with the structure of `x`. None:
-        each group that takes part has the weight 1.
-      mask: The groups that take part, bool `[n]`, with segments `[n, num]`; None: all.
-      options: The parameters `wire` and `sharded` of the sums of products, a dict.
-      params: `{"partition": partition, "mesh": mesh}`; mesh None: it runs locally.
+    The weights are as `check_weights` takes them; None: each group that takes part has
+    the weight 1, and there is a mask. The mask is that of `participation_mask`.
+    `options` are the parameters `wire` and `sharded` of the sums of products.
 
-    Returns:
-      `(shares, totals)`, lists with one global array for each leaf: its weighted sum,
-      `[*s]`, or with segments `[num, *s]`; and the sum of its weights, whose shape is a
-      leading part of that. Both are in the dtypes in which they are accumulated. Leaves
-      with the same weights have the same total.
-
-    Raises:
-      DrjaxTypeError, DrjaxValueError: A leaf is not a partitioned array of numbers, or
-        the weights do not fit.
+    A weighted sum is `[*s]`, or with segments `[num, *s]`; the shape of a sum of
+    weights is a leading part of that. Both are in the dtypes in which they are
+    accumulated, float32 or wider. Leaves with the same weights have the same sum of
+    weights.
     """
     leaves, tree = flatten_partitioned(
         block, x, params["partition"], group_axis_size(params)
@@ -486,18 +431,16 @@ def _weighted_sums(
     return shares, [totals[key] for key in keys]
 
 
-def _quotients(block: str, x: PyTree, shares, totals, default) -> PyTree:
-    """Divide weighted sums by the sums of the weights, for each leaf of a tree.
+def _quotients(
+    block: str,
+    x: PyTree,
+    shares: Sequence[GlobalArray],
+    totals: Sequence[GlobalArray],
+    default: GlobalArray | None,
+) -> PyTree:
+    """Divide weighted sums by the sums of the weights, for each leaf of `x`.
 
-    Args:
-      block: The name of the reduction, for errors.
-      x: The tree of which the mean is taken, for its structure and dtypes.
-      shares: The weighted sums, a list with an array for each leaf of `x`.
-      totals: The sums of the weights, a list with an array for each leaf of `x`.
-      default: The mean if the weights add up to zero, a JAX array `[]`; None: NaN.
-
-    Returns:
-      The tree of means, in the dtypes that `jnp.mean` has.
+    The means are in the dtypes that `jnp.mean` of the leaves has.
     """
     leaves, tree = flatten(block, x)
     return tree.unflatten(
@@ -508,8 +451,8 @@ def _quotients(block: str, x: PyTree, shares, totals, default) -> PyTree:
     )
 
 
-def _wide(dtype):
-    """The dtype in which a weighted mean of arrays of `dtype` is accumulated.
+def _wide(dtype: jnp.dtype) -> jnp.dtype:
+    """Return the dtype in which a weighted mean of arrays of `dtype` is accumulated.
 
     It is the dtype that `jnp.mean` has, but at least float32.
     """
@@ -517,18 +460,12 @@ def _wide(dtype):
     return dtype if dtype.itemsize >= 4 else jnp.dtype(jnp.float32)
 
 
-def _weigh(mask: Any, weight: Any, leaf: jax.Array) -> jax.Array:
+def _weigh(mask: Array | None, weight: Array | None, leaf: Array) -> Array:
     """Multiply one group's slice by its weight, in float32 or wider.
 
-    Args:
-      mask: The group's mask, a bool `[]`, or with segments `[num]`. None: True.
-      weight: The weight, a real array. Its shape is a leading part of that of `leaf`; a
-        scalar for one weight a group. None: 1.
-      leaf: The group's slice, `[*s]`.
-
-    Returns:
-      The product in the dtype in which a weighted mean is accumulated: `[*s]`, or with
-      segments `[num, *s]`. Zeros where the mask is False.
+    The mask is `[]`, or with segments `[num]`, and the product `[*s]` or `[num, *s]`,
+    with zeros where the mask is False. The shape of the weight is a leading part of
+    `[*s]`.
     """
     wide = _wide(leaf.dtype)
     if mask is not None:
@@ -543,18 +480,13 @@ def _weigh(mask: Any, weight: Any, leaf: jax.Array) -> jax.Array:
     return product if mask is None else place(mask, product, 0)
 
 
-def _divide(block: str, share, total, default):
+def _divide(
+    block: str, share: GlobalArray, total: GlobalArray, default: GlobalArray | None
+) -> GlobalArray:
     """Divide a sum by the sum of the weights; by zero, return the default.
 
-    Args:
-      block: The name of the reduction, for errors.
-      share: The weighted sum, a global array `[*s]`, or with segments `[num, *s]`.
-      total: The sum of the weights. Its shape is a leading part of that of `share`.
-      default: The result where `total` is zero, a JAX array `[]`; None: the quotient,
-        NaN for 0 / 0.
-
-    Returns:
-      An array of the shape of `share`.
+    The shape of `total` is a leading part of that of `share`. Without a default, the
+    result is the quotient, NaN for 0 / 0.
     """
     empty = None
     if default is not None:
@@ -565,14 +497,10 @@ def _divide(block: str, share, total, default):
     return or_default(block, share / total, empty, default)
 
 
-def check_numeric(block: str, leaf) -> None:
+def check_numeric(block: str, leaf: Array) -> None:
     """Raise `DrjaxTypeError` if an array has a dtype without arithmetic.
 
     Such dtypes are float0, of the tangents of integers, and those of typed keys.
-
-    Args:
-      block: The name of the reduction, for the error.
-      leaf: The array.
     """
     if leaf.dtype == jax.dtypes.float0:
         raise DrjaxTypeError(
@@ -586,7 +514,7 @@ def check_numeric(block: str, leaf) -> None:
         )
 
 
-def promote_sum(leaf):
+def promote_sum(leaf: Array) -> Array:
     """Cast an array to the dtype of its `jnp.sum`, which promotes ints and bools."""
     if jnp.issubdtype(leaf.dtype, jnp.inexact):
         return leaf
@@ -594,13 +522,13 @@ def promote_sum(leaf):
 
 
 @_compat.cache()
-def _sum_dtype(dtype):
-    """The dtype of the result of `jnp.sum` for an array of dtype `dtype`."""
+def _sum_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """Return the dtype of the result of `jnp.sum` for an array of dtype `dtype`."""
     return jax.eval_shape(jnp.sum, jax.ShapeDtypeStruct((), dtype)).dtype
 
 
-def _mean_dtype(dtype):
-    """The dtype of the result of `jnp.mean` for an array of dtype `dtype`."""
+def _mean_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """Return the dtype of the result of `jnp.mean` for an array of dtype `dtype`."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return dtype
     return jnp.dtype(jnp.float64 if dtype.itemsize == 8 else jnp.float32)

@@ -10,7 +10,7 @@ Python or NumPy is an error; data is clamped by `take` and dropped by `put`, as 
 indexing. Of a population all other building blocks need `partition=`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,16 +23,16 @@ from jax.typing import ArrayLike
 from drjax._api.levels import Over, over_levels
 from drjax._api.reductions import check_numeric
 from drjax._api.resolve import (
+    BlockParams,
     MeshLike,
     PartitionLike,
-    PyTree,
-    Tree,
     bind_global,
     bind_partitioned,
     map_leaves,
     resolve,
 )
 from drjax._api.validate import flatten_partitioned
+from drjax._compat.types import Array, GlobalArray, PartitionedArray, PyTree, Tree
 from drjax._error_texts import brief
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._primitives.collectives import scatter_p
@@ -180,7 +180,7 @@ def put(
     if not add:
         return _put_last(x, index, base, cohort, groups)
 
-    def bind(leaf, **_):
+    def bind(leaf: PartitionedArray, **_: Any) -> PartitionedArray:
         check_numeric("put", leaf)
         if sources is not None:
             return permute_p.bind(leaf, sources=inverse(sources), **groups)
@@ -237,18 +237,11 @@ def shift(
     return _permute("shift", x, sources, params)
 
 
-def _take(block: str, x: PyTree, index, params: dict[str, Any]) -> PyTree:
+def _take(block: str, x: PyTree, index: GlobalArray, params: BlockParams) -> PyTree:
     """Give group j the slice of group `index[j]`, for each leaf of a tree.
 
-    Args:
-      block: The name of the building block, for errors.
-      x: The tree of partitioned arrays, `[n, *s]`, which are checked.
-      index: For each group of the result the group of `x` whose slice it gets, int32
-        `[k]`. It is clamped to 0 to n - 1.
-      params: `{"partition": partition, "mesh": mesh}`, of the n groups of `x`.
-
-    Returns:
-      The tree of partitioned arrays, `[k, *s]`.
+    The leaves are checked. The index, int32 `[k]`, is clamped to the n groups of `x`,
+    of which `params` are.
     """
     index = index.clip(0, params["partition"].size - 1)
     index = as_operand(index, make_layout(**params), False)
@@ -256,20 +249,18 @@ def _take(block: str, x: PyTree, index, params: dict[str, Any]) -> PyTree:
     return bind_partitioned(block, x, params["mesh"], params["partition"], bind)
 
 
-def _put_last(x: PyTree, index, base: PyTree | None, cohort, groups) -> PyTree:
+def _put_last(
+    x: PyTree,
+    index: GlobalArray,
+    base: PyTree | None,
+    cohort: BlockParams,
+    groups: BlockParams,
+) -> PyTree:
     """Write slices to other groups; of several for one group, the last one stays.
 
-    Args:
-      x: The tree of partitioned arrays, `[k, *s]`.
-      index: For each slice of `x` the group of the result that gets it, int32 `[k]`; n:
-        it is dropped.
-      base: The tree of the slices `[n, *s]` that stay where nothing is written; None:
-        zeros.
-      cohort: `{"partition": partition, "mesh": mesh}`, of the k groups of `x`.
-      groups: `{"partition": partition, "mesh": mesh}`, of the result's n groups.
-
-    Returns:
-      A tree of partitioned arrays, `[n, *s]`.
+    For each of the k groups of `x`, the cohort, `index`, int32 `[k]`, is the one of the
+    n groups that gets its slice; n: it is dropped. `base` has the slices that stay
+    where nothing is written; None: zeros.
     """
     writer = last_writer(index, groups["partition"].size)
     moved = _take("put", x, writer, cohort)
@@ -283,49 +274,38 @@ def _put_last(x: PyTree, index, base: PyTree | None, cohort, groups) -> PyTree:
     return _combine(keep, moved, base, cohort, groups, written)
 
 
-def _permute(block: str, x: PyTree, sources: tuple[int, ...], params: dict[str, Any]):
+def _permute(
+    block: str, x: PyTree, sources: tuple[int, ...], params: BlockParams
+) -> PyTree:
     """Give group j the slice of group `sources[j]`, for each leaf of a tree.
 
-    Args:
-      block: The name of the building block, for errors.
-      x: The tree of partitioned arrays, `[n, *s]`, which are checked.
-      sources: A permutation of 0 to n - 1, a tuple: for each group the group whose
-        slice it gets.
-      params: `{"partition": partition, "mesh": mesh}`; mesh None: it runs locally.
-
-    Returns:
-      The tree of partitioned arrays, `[n, *s]`.
+    The leaves are checked; the sources are a permutation.
     """
 
-    def bind(leaf, **params):
+    def bind(leaf: PartitionedArray, **params: Any) -> PartitionedArray:
         return permute_p.bind(leaf, sources=sources, **params)
 
     return bind_partitioned(block, x, params["mesh"], params["partition"], bind)
 
 
-def _combine(fn, x: PyTree, y: PyTree, cohort, groups, *others):
+def _combine(
+    fn: Callable[..., Array],
+    x: PyTree,
+    y: PyTree,
+    cohort: BlockParams,
+    groups: BlockParams,
+    *others: PartitionedArray,
+) -> PyTree:
     """Map a function of slices over the leaves of two partitioned trees of n groups.
 
     If `cohort` and `groups` are equal, it binds one `map_fn` for each leaf. Else slices
     of `x` were moved between a population and a cohort of it, and a plan may have maps
-    over one of these two partitions only; so it is a `jax.vmap` for each leaf.
-
-    Args:
-      fn: `fn(slice of x, slice of y, *slices of others)` of one group, which returns an
-        array.
-      x: A tree of arrays `[n, *s]`, slices that were moved to the n groups.
-      y: A tree of the same structure, of arrays `[n, *s]`.
-      cohort: `{"partition": partition, "mesh": mesh}`, of the groups that the
-        slices of `x` were moved from.
-      groups: `{"partition": partition, "mesh": mesh}`, of the n groups.
-      *others: Partitioned values, `[n, *t]`, the same for all leaves.
-
-    Returns:
-      The tree of results, partitioned arrays.
+    over one of these two partitions only; so it is a `jax.vmap` for each leaf. The
+    function also takes the slices of `others`, which are the same for all leaves.
     """
     layout = make_layout(**groups)
 
-    def combine(a, b):
+    def combine(a: PartitionedArray, b: PartitionedArray) -> PartitionedArray:
         a, b = as_operand(a, layout, True), as_operand(b, layout, True)
         if cohort != groups:
             # No map_fn: a plan has those of one of the two partitions only.
@@ -335,20 +315,10 @@ def _combine(fn, x: PyTree, y: PyTree, cohort, groups, *others):
     return jax.tree.map(combine, x, y)
 
 
-def _check_index(block: str, index):
-    """Check the index of `take` or `put`: one axis, of integers.
+def _check_index(block: str, index: Any) -> Array | np.ndarray:
+    """Check the index of `take` or `put`, and return it as an array `[k]` of integers.
 
-    Args:
-      block: The name of the building block, for errors.
-      index: The argument.
-
-    Returns:
-      The index as an array `[k]`: of NumPy if its numbers are known without running the
-      program; else of JAX.
-
-    Raises:
-      DrjaxTypeError: It is no array of integers.
-      DrjaxValueError: It has not one axis, or no elements.
+    It is of NumPy if its numbers are known without running the program; else of JAX.
     """
     if not isinstance(index, jax.Array):
         try:
@@ -364,22 +334,12 @@ def _check_index(block: str, index):
     return index
 
 
-def _in_bounds(block: str, index, n: int):
-    """Check that the known elements of an index are groups, from -n to n - 1.
+def _in_bounds(block: str, index: Array | np.ndarray, n: int) -> Array | np.ndarray:
+    """Check that the known elements of an index are groups, and cast it to int32.
 
-    Args:
-      block: The name of the building block, for errors.
-      index: The index, `[k]`: a NumPy array if its elements are known without running
-        the program, else a JAX array.
-      n: The number of groups to which it points.
-
-    Returns:
-      An int32 array `[k]`. A NumPy array has elements from 0 to n - 1, as negative ones
-      were counted from the end. In a JAX array negative elements stay, and elements out
-      of bounds stay out of bounds.
-
-    Raises:
-      DrjaxValueError: A known element is out of bounds.
+    Groups are from -n to n - 1. The elements of a NumPy array are known, and negative
+    ones are counted from the end. In a JAX array they stay, and what is out of bounds
+    stays out of bounds.
     """
     if isinstance(index, jax.Array):
         return as_int32(index, -n - 1, n)  # what is out of bounds stays so
@@ -392,11 +352,10 @@ def _in_bounds(block: str, index, n: int):
     return (index.astype(np.int64) % n).astype(np.int32)
 
 
-def _permutation(index, n: int) -> tuple[int, ...] | None:
+def _permutation(index: Array | np.ndarray, n: int) -> tuple[int, ...] | None:
     """Return an index as a tuple, if it is known and a permutation of 0 to n - 1.
 
-    An index is known, without running the program, if it is a NumPy array. None if it
-    is not known, or no permutation.
+    An index is known, without running the program, if it is a NumPy array.
     """
     if isinstance(index, jax.Array):
         return None
@@ -404,40 +363,24 @@ def _permutation(index, n: int) -> tuple[int, ...] | None:
     return known if is_permutation(known, n) else None
 
 
-def _params_of_size(params: dict[str, Any], size: int) -> dict[str, Any]:
+def _params_of_size(params: BlockParams, size: int) -> BlockParams:
     """Return the parameters of a building block for another number of groups.
 
     `take` and `put` move slices between the groups of a population and a cohort of it.
     The partitions of both differ in size only: they have one name, and the same mesh
     axes.
-
-    Args:
-      params: `{"partition": partition, "mesh": mesh}`, which is not changed.
-      size: The number of groups of the other partition.
-
-    Returns:
-      A dict of the parameters, with a partition of that size.
     """
     return {**params, "partition": replace(params["partition"], size=size)}
 
 
-def _size_of(block: str, x: PyTree, params, k: int, name: str = "x") -> int:
+def _size_of(
+    block: str, x: PyTree, params: BlockParams, k: int, name: str = "x"
+) -> int:
     """Return the number of groups that a tree has a slice of: n, or N of a population.
 
-    It is N if all leaves have the leading axis N, not n, and the index has n elements,
-    so that the n groups are a cohort of N. Else it is n; whether the leaves have n
-    slices is checked later.
-
-    Args:
-      block: The name of the building block, for errors.
-      x: The tree.
-      params: `{"partition": partition, "mesh": mesh}`, of n groups.
-      k: The number of elements of the index.
-      name: The name of the argument, for errors.
-
-    Raises:
-      DrjaxValueError: All leaves have one leading axis other than n, and the index has
-        not n elements.
+    It is N if all leaves have the leading axis N, not n, and the index has k = n
+    elements, so that the n groups are a cohort of N. Else it is n; whether the leaves
+    have n slices is checked later.
     """
     layout = make_layout(**params)
     n, size = layout.partition.size, layout.group_axis_size
@@ -456,22 +399,13 @@ def _size_of(block: str, x: PyTree, params, k: int, name: str = "x") -> int:
     )
 
 
-def _check_into(x: PyTree, into: PyTree, cohort, groups) -> PyTree:
-    """Check that `into` has the structure, slice shapes and dtypes of `x`.
+def _check_into(
+    x: PyTree, into: PyTree, cohort: BlockParams, groups: BlockParams
+) -> PyTree:
+    """Check that `into` has the structure, slice shapes and dtypes of `x`; return it.
 
-    Args:
-      x: The argument `x` of `put`, a tree of arrays `[k, *s]`.
-      into: The argument `into`, a tree of arrays `[n, *s]`.
-      cohort: `{"partition": partition, "mesh": mesh}`, of the k groups of `x`.
-      groups: `{"partition": partition, "mesh": mesh}`, of the n groups of `into`.
-
-    Returns:
-      `into`, with JAX arrays as leaves.
-
-    Raises:
-      DrjaxTypeError: A leaf is no array.
-      DrjaxValueError: A leaf is not partitioned, or structures, shapes or dtypes
-        differ.
+    The k groups of `x` are the cohort, and `groups` those of `into`. The leaves that
+    are returned are JAX arrays.
     """
     flat = []
     for value, params, name in ((x, cohort, "x"), (into, groups, "into")):

@@ -15,13 +15,14 @@ from jax.typing import ArrayLike
 from drjax._api.levels import Over, over_levels
 from drjax._api.participation import Mask, check_where
 from drjax._api.resolve import (
+    BlockParams,
     MeshLike,
     PartitionLike,
-    Tree,
     bind_partitioned,
     map_leaves,
     resolve,
 )
+from drjax._compat.types import Array, GlobalArray, PartitionedArray, Tree
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._primitives.collectives import broadcast_p, gather_p, scatter_p
 from drjax._primitives.select_slice import (
@@ -88,30 +89,26 @@ def select(
     else:
         indices = _rank_pair(i, check_where("select", where, params), params)
 
-    def bind(leaf, **params):
+    def bind(leaf: PartitionedArray, **params: Any) -> GlobalArray:
         map_one = functools.partial(map_leaves, **params)
         return select_slice(leaf, indices, map_one, **params)
 
     return bind_partitioned("select", x, mesh, partition, bind)
 
 
-def _rank_pair(i, where, params: dict[str, Any]) -> tuple[Any, Any]:
-    """Rank the groups of a mask, for the selection of the group with a given rank.
+def _rank_pair(
+    i: Any, where: PartitionedArray, params: BlockParams
+) -> tuple[PartitionedArray, PartitionedArray]:
+    """Rank the groups of a mask, for the selection of the group with the rank `i`.
 
     The rank of a group of the mask is the number of groups of the mask before it. The
-    mask is gathered.
+    mask is gathered. `i` is int32 `[]`; it counts from the end if negative, and is
+    clamped.
 
-    Args:
-      i: The rank of the group to select, int32 `[]`; negative ones count from the end.
-        It is clamped.
-      where: The mask, partitioned bool `[n]`.
-      params: `{"partition": partition, "mesh": mesh}`; mesh None: it runs locally.
-
-    Returns:
-      `(rank, selected)`, both partitioned, int32 `[n]`: `select_slice` selects the
-      group whose two numbers are equal. `rank` is the rank of each group; n for groups
-      that are not in the mask. `selected` is the rank of the selected group, the same
-      for each group; -1, which no group has, if the mask is empty.
+    `select_slice` selects the group whose two numbers are equal, both int32 `[n]`. The
+    first is the rank of each group; n for groups that are not in the mask. The second
+    is the rank of the selected group, the same for each group; -1, which no group has,
+    if the mask is empty.
     """
     layout = make_layout(**params)
     taken = gather_p.bind(as_operand(where, layout, True), **params)
@@ -127,22 +124,12 @@ def _rank_pair(i, where, params: dict[str, Any]) -> tuple[Any, Any]:
     return scatter_p.bind(ranks, **params), broadcast_p.bind(selected, **params)
 
 
-def _check_index(i, n: int):
+def _check_index(i: Any, n: int) -> Array | np.integer:
     """Check the group index that is passed to `drjax.select`, and cast it to int32.
 
-    Args:
-      i: The index: a Python or NumPy integer, or a scalar JAX array or tracer. Negative
-        indices count from the end.
-      n: The number of groups.
-
-    Returns:
-      The index as an int32 scalar; a negative index stays negative. A JAX array is
-      data, and not checked, whether or not its value is known. It stays the same if
-      int32 holds all numbers of its dtype; else it is clamped to -n to n - 1.
-
-    Raises:
-      DrjaxTypeError: The index is not an integer scalar.
-      DrjaxValueError: The index is no JAX array, and not between -n and n - 1.
+    A negative index stays negative. A JAX array is data, and not checked, whether or
+    not its value is known. It stays the same if int32 holds all numbers of its dtype;
+    else it is clamped to -n to n - 1.
     """
     if isinstance(i, jax.Array | np.ndarray | np.generic):
         is_number = jnp.issubdtype(i.dtype, jnp.integer) and i.ndim == 0

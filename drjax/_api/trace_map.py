@@ -8,7 +8,7 @@ structural hash of the jaxpr (`_primitives/dispatch_cache.py`), so that nothing 
 compiled twice.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,15 @@ from drjax._api.validate import (
     check_plain_function,
     function_name,
 )
+from drjax._compat.types import (
+    Array,
+    Aval,
+    ClosedJaxpr,
+    OpenJaxpr,
+    PartitionedArray,
+    PyTree,
+    PyTreeDef,
+)
 from drjax._context import name_in_program
 from drjax._errors import DrjaxError, MeshError
 from drjax._partition import Partition
@@ -28,27 +37,19 @@ from drjax._sharding.execute import as_operand
 from drjax._sharding.layout import Layout, make_layout
 
 
-def call_mapped(fn: Callable, leaves, tree, *, partition: Partition, mesh: Any):
+def call_mapped(
+    fn: Callable[..., PyTree],
+    leaves: Sequence[PartitionedArray],
+    tree: PyTreeDef,
+    *,
+    partition: Partition,
+    mesh: Any,
+) -> PyTree:
     """Trace a function of pytrees for one group, and bind `map_fn` for it.
 
-    It is traced at each call. The arrays that `fn` closes over are broadcast.
-
-    Args:
-      fn: The mapped function. It takes pytrees of one group's arrays `[*s]` as
-        positional arguments, and returns a pytree of arrays or numbers.
-      leaves: The leaves of all its arguments, partitioned arrays `[n, *s]`.
-      tree: The `PyTreeDef` of the tuple of its arguments.
-      partition: The partition, of n groups.
-      mesh: The mesh to shard the partition over; None: the program runs locally.
-
-    Returns:
-      A tree with the structure of the result of `fn`, with partitioned leaves
-      `[n, *t]`.
-
-    Raises:
-      DrjaxTypeError: `fn` is async or a generator function, its signature does not fit
-        its arguments, or it returns a leaf that is neither an array nor a number.
-      MeshError: `fn` communicates or shards over the partition's own mesh axes.
+    It is traced at each call. It takes pytrees of one group's slices as positional
+    arguments; `tree` is the structure of their tuple. The arrays that it closes over
+    are broadcast. The result has the structure of its result, with leaves `[n, *t]`.
     """
     layout = make_layout(partition, mesh)
     leaves = [as_operand(x, layout, True) for x in leaves]
@@ -62,29 +63,22 @@ def call_mapped(fn: Callable, leaves, tree, *, partition: Partition, mesh: Any):
     return out_tree.unflatten([as_operand(y, layout, True) for y in outs])
 
 
-def _trace(fn, tree, avals, layout: Layout, name: str):
+def _trace(
+    fn: Callable[..., PyTree],
+    tree: PyTreeDef,
+    avals: tuple[Aval, ...],
+    layout: Layout,
+    name: str,
+) -> tuple[ClosedJaxpr, PyTreeDef, list[Array]]:
     """Trace a function of pytrees for one group, and check what it does.
 
-    Args:
-      fn: The mapped function, from pytrees of arrays to a pytree of arrays or numbers.
-      tree: The `PyTreeDef` of the tuple of its positional arguments.
-      avals: The types of the partitioned leaves of these arguments, `[n, *s]`.
-      layout: The layout of the groups.
-      name: The name of the function, for errors.
-
-    Returns:
-      `(jaxpr, out_tree, consts)`: the closed per-group jaxpr, the `PyTreeDef` of the
-      result of `fn`, and the list of the arrays and tracers that `fn` closes over. The
-      inputs of the jaxpr are `consts`, and then the leaves of the arguments.
-
-    Raises:
-      DrjaxTypeError: `fn` is async or a generator function, its signature does not fit
-        its arguments, or it returns a leaf that is neither an array nor a number.
-      MeshError: `fn` communicates or shards over the partition's own mesh axes.
+    `avals` are the types of partitioned leaves, `[n, *s]`. The per-group jaxpr takes
+    the arrays and tracers that the function closes over, which are returned last, and
+    then the leaves of its arguments. The other structure is that of its result.
     """
     out_tree: Any = None
 
-    def flat_fn(*leaves):
+    def flat_fn(*leaves: Array) -> list[Array]:
         nonlocal out_tree
         out = fn(*tree.unflatten(leaves))
         paths, out_tree = jax.tree_util.tree_flatten_with_path(out)
@@ -109,18 +103,14 @@ def _trace(fn, tree, avals, layout: Layout, name: str):
     return jaxpr, out_tree, consts
 
 
-def _check_shardings(jaxpr, consts, layout: Layout, name: str) -> None:
+def _check_shardings(
+    jaxpr: ClosedJaxpr, consts: Sequence[Array], layout: Layout, name: str
+) -> None:
     """Raise `MeshError` if a mapped function uses the mesh axes of the groups.
 
     It sees one group only, and the groups are sharded over these axes. It is an error
     if an array that it closes over is sharded over one, or if a parameter of an
     equation in it names one, as that of a sharding constraint.
-
-    Args:
-      jaxpr: The closed per-group jaxpr.
-      consts: The arrays and tracers that the function closes over.
-      layout: The layout of the groups.
-      name: The name of the function, for the error.
     """
     if any(mentions(_compat.typeof(c).sharding, layout.axes) for c in consts):
         raise MeshError(
@@ -137,17 +127,12 @@ def _check_shardings(jaxpr, consts, layout: Layout, name: str) -> None:
         )
 
 
-def _shards_over(jaxpr, axes: tuple[str, ...]) -> bool:
-    """Whether a mapped function shards a value over these axes, which is an error.
+def _shards_over(jaxpr: ClosedJaxpr | OpenJaxpr, axes: tuple[str, ...]) -> bool:
+    """Return whether a mapped function shards a value over these axes, at any depth.
 
-    The function sees one group, and the groups themselves are sharded over the axes.
-    The parameters of all equations are searched, and inner jaxprs at any depth.
-    Building blocks are skipped: their parameter `partition` names the mesh axes of an
-    inner level of groups, not a sharding of this group's values.
-
-    Args:
-      jaxpr: The jaxpr of the mapped function, open or closed.
-      axes: The names of the mesh axes.
+    That is an error: the function sees one group, and the groups themselves are sharded
+    over the axes. Building blocks are skipped: their parameter `partition` names the
+    mesh axes of an inner level of groups, not a sharding of this group's values.
     """
     return any(
         any(mentions(value, axes) for value in eqn.params.values())
@@ -158,12 +143,9 @@ def _shards_over(jaxpr, axes: tuple[str, ...]) -> bool:
 
 
 def mentions(value: Any, axes: tuple[str, ...]) -> bool:
-    """Whether a value is a sharding or spec over one of these mesh axes.
+    """Return whether a value is a sharding or spec over one of these mesh axes.
 
-    Args:
-      value: A `NamedSharding`, a `PartitionSpec`, a tuple or list, which is searched,
-        or any other parameter of an equation, for which the result is False.
-      axes: The names of the mesh axes.
+    It may be any parameter of an equation. Tuples and lists are searched.
     """
     if isinstance(value, jax.sharding.NamedSharding):
         value = value.spec
@@ -180,29 +162,13 @@ def names_own_axis(error: NameError, layout: Layout) -> bool:
 
     That is how JAX refuses a collective of a mapped function over its own partition,
     such as `lax.psum(x, "clients")`.
-
-    Args:
-      error: The error that tracing the mapped function raised.
-      layout: The layout of the partition. The axis names are the name of the partition
-        and those of its mesh axes.
-
-    Returns:
-      True if the error is about one of these names, else False.
     """
     own = layout.partition.name, *layout.partition.mesh_axes
     return _compat.unbound_axis(error) in own
 
 
 def _collective_error(layout: Layout, name: str) -> MeshError:
-    """Make the error for a mapped function that communicates over the partition's axes.
-
-    Args:
-      layout: The layout of the partition.
-      name: The name of the mapped function.
-
-    Returns:
-      The error, for the caller to raise.
-    """
+    """Make the error for a mapped function that communicates over its partition."""
     return MeshError(
         f"The function {name} given to drjax.map_fn uses a collective over the axis of "
         f"partition {layout.partition} itself, {layout.partition.mesh_axes}; it sees "
@@ -212,11 +178,10 @@ def _collective_error(layout: Layout, name: str) -> MeshError:
     )
 
 
-def collective_axes(jaxpr) -> set[str]:
-    """The names of the axes over which a jaxpr has collectives or takes an axis index.
+def collective_axes(jaxpr: ClosedJaxpr | OpenJaxpr) -> set[str]:
+    """Return the names of the axes over which a jaxpr, at any depth, communicates.
 
-    Args:
-      jaxpr: The jaxpr, open or closed; its inner jaxprs at any depth are searched.
+    To take an axis index counts, too.
     """
     axis_names: set[str] = set()
     for eqn in _compat.open_jaxpr(jaxpr).eqns:

@@ -8,58 +8,32 @@ JAX arrays, with JAX's default dtypes.
 
 import inspect
 import types
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from drjax._compat.types import Array, PartitionedArray, PyTree, PyTreeDef
 from drjax._error_texts import brief, listed, unstacked, where_it_goes
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._partition import Partition
 
 
-def flatten(block: str, tree: Any, name: str = "x"):
-    """Flatten an argument of a building block, and convert its leaves to JAX arrays.
-
-    Args:
-      block: The name of the building block, for errors.
-      tree: The argument, a tree of arrays and numbers.
-      name: The name of the argument, for errors.
-
-    Returns:
-      `(leaves, treedef)`: the list of leaves as JAX arrays, and the `PyTreeDef`.
-
-    Raises:
-      DrjaxTypeError: A leaf is neither an array nor a number.
-      DrjaxValueError: A Python integer does not fit JAX's default dtype.
-    """
+def flatten(block: str, tree: PyTree, name: str = "x") -> tuple[list[Array], PyTreeDef]:
+    """Flatten an argument of a building block, and convert its leaves to JAX arrays."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     return [as_array(block, name, path, leaf) for path, leaf in leaves], treedef
 
 
 def flatten_partitioned(
-    block: str, tree: Any, partition: Partition, size: int, name: str = "x"
-):
+    block: str, tree: PyTree, partition: Partition, size: int, name: str = "x"
+) -> tuple[list[PartitionedArray], PyTreeDef]:
     """Flatten a partitioned argument of a building block, and check its leading axes.
 
-    Args:
-      block: The name of the building block, for errors.
-      tree: The argument, a tree of arrays.
-      partition: The partition, for errors.
-      size: The required size of the leading axis of each leaf: n, or inside a user's
-        `shard_map` the number of groups of a device.
-      name: The name of the argument, for errors.
-
-    Returns:
-      `(leaves, treedef)`: the list of leaves as JAX arrays `[size, *s]`, and the
-      `PyTreeDef`.
-
-    Raises:
-      DrjaxTypeError: A leaf is neither an array nor a number.
-      DrjaxValueError: A leaf is a scalar or has another leading axis, or a Python
-        integer does not fit JAX's default dtype.
+    Each has to be `size`: n, or inside a user's `shard_map` the number of groups of a
+    device.
     """
     leaves, treedef = flatten(block, tree, name)
     if any(jnp.ndim(x) == 0 or jnp.shape(x)[0] != size for x in leaves):
@@ -73,24 +47,17 @@ _CLOSE_OVER = (
 )
 
 
-def as_array(block: str, name: str, path, leaf: Any, fix: str = _CLOSE_OVER):
+def as_array(
+    block: str,
+    name: str,
+    path: jax.tree_util.KeyPath,
+    leaf: Any,
+    fix: str = _CLOSE_OVER,
+) -> Array:
     """Convert a leaf of an argument to a JAX array; errors name the path of the leaf.
 
-    Args:
-      block: The name of the building block, for errors.
-      name: The name of the argument, for errors.
-      path: The path of the leaf in the argument, a tuple of keys as
-        `jax.tree_util.tree_flatten_with_path` returns it.
-      leaf: The leaf. Arrays, NumPy arrays and numbers can be converted.
-      fix: The sentence at the end of the `DrjaxTypeError`, about how to fix it.
-
-    Returns:
-      The leaf as a JAX array.
-
-    Raises:
-      DrjaxTypeError: The leaf is neither an array nor a number, or JAX lacks its dtype.
-      DrjaxValueError: The leaf is a Python integer that does not fit JAX's default
-        dtype.
+    Arrays, NumPy arrays and numbers can be converted. `fix` is the sentence at the end
+    of the error about anything else.
     """
     if isinstance(leaf, jax.Array):
         return leaf
@@ -116,22 +83,15 @@ def as_array(block: str, name: str, path, leaf: Any, fix: str = _CLOSE_OVER):
 
 
 def _short(leaf: Any) -> str:
-    """The `repr` of a value, cut to 60 characters, for an error."""
+    """Return the `repr` of a value, cut to 60 characters, for an error."""
     text = repr(leaf)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _raise_not_partitioned(block, tree, partition, size, name):
-    """Raise a `DrjaxValueError` that lists the leaves with a wrong leading axis.
-
-    Args:
-      block: The name of the building block. For `scatter` and `shard` the error asks
-        for one slice for each group, otherwise for partitioned values.
-      tree: Its argument, a tree of arrays and numbers.
-      partition: The partition.
-      size: The required size of the leading axis of each leaf.
-      name: The name of the argument.
-    """
+def _raise_not_partitioned(
+    block: str, tree: PyTree, partition: Partition, size: int, name: str
+) -> NoReturn:
+    """Raise a `DrjaxValueError` that lists the leaves with a wrong leading axis."""
     wrong = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         shape = jnp.shape(leaf)
@@ -159,24 +119,16 @@ def _raise_not_partitioned(block, tree, partition, size, name):
     )
 
 
-def check_weights(weights: Any, value_tree, value_leaves, partition: Partition):
-    """Check the weights of a weighted mean against its value.
+def check_weights(
+    weights: PyTree,
+    value_tree: PyTreeDef,
+    value_leaves: Sequence[PartitionedArray],
+    partition: Partition,
+) -> list[Array]:
+    """Check the weights of a weighted mean; return one for each leaf of its value.
 
-    Args:
-      weights: The weights: one array `[n]`, or a tree with the structure of the value,
-        in which the shape of a weight is a leading part of that of its leaf.
-      value_tree: The `PyTreeDef` of the value, of which the mean is taken.
-      value_leaves: The leaves of the value, arrays `[n, *s]`.
-      partition: The partition, for errors.
-
-    Returns:
-      The list of weights as JAX arrays, one for each leaf of the value. If `weights` is
-      one array, it is repeated.
-
-    Raises:
-      DrjaxTypeError: A weight is not an array of real numbers or bools.
-      DrjaxValueError: The tree structures differ, or the shape of a weight is not a
-        leading part of that of its leaf.
+    The weights are one array `[n]`, which is repeated, or a tree with the structure of
+    the value, in which the shape of a weight is a leading part of that of its leaf.
     """
     paths, treedef = jax.tree_util.tree_flatten_with_path(weights)
     leaves = [as_array("reduce_weighted_mean", "w", p, w) for p, w in paths]
@@ -197,19 +149,13 @@ def check_weights(weights: Any, value_tree, value_leaves, partition: Partition):
     return leaves
 
 
-def _check_weight(key: str, w, x_key: str, full, partition: Partition) -> None:
+def _check_weight(
+    key: str, w: Array, x_key: str, full: tuple[int, ...], partition: Partition
+) -> None:
     """Check that a weight is real, and that its shape is a leading part of its leaf's.
 
-    Args:
-      key: The name of the weight with its path, such as `w['a']`, for errors.
-      w: The weight, an array.
-      x_key: The name of the weighted leaf with its path, such as `x['a']`, for errors.
-      full: The shape of this leaf, a tuple.
-      partition: The partition, for errors.
-
-    Raises:
-      DrjaxTypeError: The weight is not real.
-      DrjaxValueError: The weight is a scalar, or its shape does not fit.
+    The keys are names with their paths, such as `w['a']`; `full` is the shape of the
+    leaf.
     """
     shape = w.shape
     if not shape or shape != full[: len(shape)]:
@@ -238,7 +184,7 @@ _RUNS_LATER = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR | inspect.CO_GEN
 
 
 def function_name(fn: Any) -> str:
-    """The name of a function, or of the class of a callable object without a name."""
+    """Return the name of a function, or of the class of a callable without a name."""
     return getattr(fn, "__name__", None) or type(fn).__name__
 
 
@@ -246,12 +192,7 @@ def check_plain_function(caller: str, fn: Any) -> None:
     """Raise `DrjaxTypeError` if `fn` is async or a generator function.
 
     The body of such a function runs after the call has returned, when the partition is
-    no longer in scope.
-
-    Args:
-      caller: The public name of the function or decorator that takes `fn`, such as
-        `drjax.map_fn`, for the error.
-      fn: The function, or a callable object.
+    no longer in scope. `caller` is the public name of what takes it, for the error.
     """
     if isinstance(fn, types.FunctionType) and not fn.__dict__:  # neither wrapped
         if not fn.__code__.co_flags & _RUNS_LATER:  # nor marked as a coroutine
@@ -266,16 +207,11 @@ def check_plain_function(caller: str, fn: Any) -> None:
                 )
 
 
-def check_accepts(fn: Callable, args: tuple) -> None:
+def check_accepts(fn: Callable[..., Any], args: tuple[PyTree, ...]) -> None:
     """Raise `DrjaxTypeError` if a mapped function cannot be called as `fn(*args)`.
 
     Only the signature is checked; nothing is called. Nothing is raised if Python knows
-    no signature of `fn`.
-
-    Args:
-      fn: The mapped function.
-      args: Its positional arguments, trees with types as leaves. Only the number of
-        arguments matters.
+    no signature of `fn`. Only the number of arguments matters.
     """
     try:
         signature = inspect.signature(fn)

@@ -260,7 +260,7 @@ def on_own_shards(
 
 
 def vary(x: Any, axes: Iterable[str]) -> Any:
-    """Cast an array to vary over all of the Manual mesh axes, by `lax.pcast(to="varying")`.
+    """Cast an array to vary over these Manual mesh axes, by `lax.pcast(to="varying")`.
 
     The cast communicates nothing. JAX calls it pbroadcast; its transpose is a psum, a
     sum over the devices along these axes (JAX note 17111, "Efficient transposition of
