@@ -69,13 +69,15 @@ def leaves_groups_out(name: str) -> bool:
 class Scope:
     """The ambient partition and mesh, on which building blocks act by default.
 
-    Attributes: partition: The ambient partition: of the innermost program, the
-    outermost level that no `map_fn` of the program maps over. None outside of programs;
-    and in a mapped function, unless `enter_level` has entered a level inside, or a
-    program is called in the function. mesh: The mesh given to that program; None for
-    the mesh in context. mapped: The partitions whose mapped functions are being traced,
-    outermost first. levels: If that program has several levels, all of them, outermost
-    first, also while its mapped functions are traced; else ().
+    Attributes:
+      partition: The ambient partition: of the innermost program, the outermost level
+        that no `map_fn` of the program maps over. None outside of programs; and in a
+        mapped function, unless `enter_level` has entered a level inside, or a program
+        is called in the function.
+      mesh: The mesh given to that program; None for the mesh in context.
+      mapped: The partitions whose mapped functions are being traced, outermost first.
+      levels: If that program has several levels, all of them, outermost first, also
+        while its mapped functions are traced; else ().
     """
 
     partition: Partition | None = None

@@ -33,11 +33,14 @@ class PureFunctionErrors:
 
     It is for functions given to `reduce` and `reduce_columns`, which see plain arrays.
 
-    Attributes: what: The beginning of each error, which names the function and the
-    building block. sees: The rest of the error about building blocks in the function:
-    what it sees, and what to do instead. has: The rest of the error about collectives:
-    what it has, and what to do instead. effects: The rest of the error about effects:
-    how often they would run, and what to do instead.
+    Attributes:
+      what: The beginning of each error, which names the function and the building
+        block.
+      sees: The rest of the error about building blocks in the function: what it sees,
+        and what to do instead.
+      has: The rest of the error about collectives: what it has, and what to do instead.
+      effects: The rest of the error about effects: how often they would run, and what
+        to do instead.
     """
 
     what: str

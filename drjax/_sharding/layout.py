@@ -197,10 +197,12 @@ class Layout:
     over these axes, so that values are one device's slices already. Sharded: otherwise;
     drjax's code for a device's slices then needs a `shard_map` around it.
 
-    Attributes: mesh: The mesh over which it is sharded; None: the layout is local.
-    axes: The names of the partition's mesh axes, () if the layout is local. devices: m,
-    the number of devices along those axes, 1 if the layout is local. manual: Whether
-    those axes are Manual already, inside a user's `shard_map` over them.
+    Attributes:
+      mesh: The mesh over which it is sharded; None: the layout is local.
+      axes: The names of the partition's mesh axes, () if the layout is local.
+      devices: m, the number of devices along those axes, 1 if the layout is local.
+      manual: Whether those axes are Manual already, inside a user's `shard_map` over
+        them.
     """
 
     partition: Partition
