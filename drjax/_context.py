@@ -205,9 +205,9 @@ def enter_level(partition: Partition) -> AbstractContextManager[Any]:
 def resolve_partition(block: str, mesh: Any, partition: Any) -> tuple[Partition, Any]:
     """Resolve the partition, and the mesh, on which a building block acts.
 
-    The arguments `mesh` and `partition` are those of the block; they may be None. The
-    partition is then the ambient one. The mesh is that of the program, if the partition
-    is the ambient one; a mesh of None stands for the one in context.
+    The arguments `mesh` and `partition` are those of the block; they may be None. Then
+    the partition is the ambient one; and the mesh is the program's if the partition is
+    the ambient one, else None. A mesh that is None stands for the one in context.
     """
     scope = current_scope()
     if partition is not None:

@@ -36,7 +36,7 @@ class Partition:
     size: int
     mesh_axes: tuple[str, ...] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise DrjaxTypeError(
                 "A partition needs a name that is a non-empty string, got "

@@ -395,7 +395,7 @@ class Plan(Record):
 
         save(self, path)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         from drjax._plan_file.save import pickled
 
         return pickled(self)  # as a plan file: jaxprs have no pickled form

@@ -86,7 +86,16 @@ def register_remat_policy(
     that a residual has as a result of the equation, given its type inside the jaxpr.
     """
 
-    def update(unks_in, inst_in, kept_known, kept_staged, n_out, n_in, known, staged):
+    def update(
+        unks_in: Any,
+        inst_in: Any,
+        kept_known: Any,
+        kept_staged: Any,
+        n_out: Any,
+        n_in: Any,
+        known: Params,
+        staged: Params,
+    ) -> tuple[Params, Params]:
         return known, staged
 
     def rule(
