@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 from jax import export
+from jax.typing import ArrayLike
 
 from drjax._compat.types import Array
 from drjax._errors import PlanFileError
@@ -166,9 +167,9 @@ def batched_of(stage: Stage) -> ExportedFunction:
 def run_batched(
     stage: Stage,
     kept: Sequence[Value],
-    mask: Array,
-    groups: Array,
-    inputs: Sequence[Array],
+    mask: ArrayLike,
+    groups: ArrayLike,
+    inputs: Sequence[ArrayLike],
 ) -> tuple[list[Array], list[Array]]:
     """Run the batched function of an exported local stage on b groups.
 

@@ -231,8 +231,8 @@ def prepare_for_shard_map(layout: Layout, jaxpr: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def prepare_group_jaxpr(
-    layout: Layout, jaxpr: ClosedJaxpr | None, by_vmap: bool
-) -> ClosedJaxpr | None:
+    layout: Layout, jaxpr: ClosedJaxpr, by_vmap: bool
+) -> ClosedJaxpr:
     """Rewrite a per-group jaxpr for the lowering that will run it.
 
     For a `shard_map`, `prepare_for_shard_map` puts its types on the mesh with the
@@ -240,11 +240,10 @@ def prepare_group_jaxpr(
     groups in a batch. For a `vmap`, which `by_vmap` (the result of `lowers_by_vmap`)
     chooses, each `shard_map` in the jaxpr, which the user's mapped function has called,
     is made to map over the partition's axes, too; but the jaxpr stays as it is if these
-    axes are Explicit, or if the map is in a user's `shard_map(check_vma=True)`. A stage
-    from a plan file has no jaxpr: None stays None.
+    axes are Explicit, or if the map is in a user's `shard_map(check_vma=True)`.
     """
-    if jaxpr is None or not by_vmap:
-        return jaxpr and prepare_for_shard_map(layout, jaxpr)
+    if not by_vmap:
+        return prepare_for_shard_map(layout, jaxpr)
     axes = _spmd_axes(layout)
     return jaxpr if axes is None else retype_mesh.with_whole_shard_maps(jaxpr, axes)
 

@@ -54,7 +54,7 @@ def show_index(index: Array, n: int) -> None:
 
 
 def index_pair(
-    i: Array, *, partition: Partition, mesh: Mesh | None
+    i: Array | np.integer, *, partition: Partition, mesh: Mesh | None
 ) -> tuple[PartitionedArray, PartitionedArray]:
     """Compute the two partitioned values of indices by which a group is selected.
 

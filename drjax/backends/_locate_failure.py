@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal, Var
+from jax.extend.core import JaxprEqn, Literal
 from jax.typing import ArrayLike
 
 from drjax import _compat
-from drjax._compat.types import Array, Atom, Eqn
+from drjax._compat.types import Array, Atom, Eqn, Var
 from drjax._jaxprs.eval_jaxpr import literal_value
 from drjax._jaxprs.provenance import source_line
 from drjax._jaxprs.walk import definitions, split_scan, split_while, variables
@@ -71,9 +71,10 @@ def of_nan(stage: Stage, inputs: Sequence[ArrayLike]) -> str:
             position = program.invars.index(origin)
             first = len(program.invars) - len(stage.inputs)  # after the group index
             return f"there is one in its input {stage.inputs[position - first].name}"
-        if isinstance(origin, Var):  # of the stage, or of the body of a loop or branch
-            return "there is one in a constant that its functions close over"
-        return f"made by {origin.primitive.name} at {source_line(origin)}"
+        if isinstance(origin, JaxprEqn):
+            return f"made by {origin.primitive.name} at {source_line(origin)}"
+        # A variable, of the stage or of the body of a loop or branch.
+        return "there is one in a constant that its functions close over"
     return "made by work that gives none when it runs operation by operation"
 
 
@@ -114,8 +115,8 @@ def _run(
 
 
 def _origin(
-    program: InlinedJaxpr, var: Var, bad: set[Var], read: Callable[[Atom], Array]
-) -> Eqn | Var:
+    program: InlinedJaxpr, var: Atom, bad: set[Var], read: Callable[[Atom], Array]
+) -> Eqn | Atom:
     """Return the equation that yields a NaN from operands without NaN.
 
     It is searched from `var`, a result, backwards, always from the first operand with a

@@ -236,6 +236,7 @@ class MeshInterpreter(PlanInterpreter):
         if not move.source.partitioned:
             of_source = replace(layout.partition, size=move.population)
             taken = make_layout(of_source, layout.mesh)
+        assert index is not None
         slices, index = (
             as_operand(slices, taken, True),
             as_operand(index, layout, False),
@@ -390,7 +391,8 @@ def _prepare(
     stage, folds = a_round.local, a_round.folds
     works = stage, *(fold.combine for fold in folds)
     by_vmap = any(lowers_by_vmap(layout, x.jaxpr) for x in works)
-    rewrite = lambda jaxpr: prepare_group_jaxpr(layout, jaxpr, by_vmap)
+    # A stage from a plan file has no jaxpr.
+    rewrite = lambda jaxpr: jaxpr and prepare_group_jaxpr(layout, jaxpr, by_vmap)
     prepare = lambda x: map_jaxprs(x, rewrite)
     folds = [replace(fold, combine=prepare(fold.combine)) for fold in folds]
     stage, inner = prepare(stage), None
