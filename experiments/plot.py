@@ -52,8 +52,6 @@ PANELS = (
         lambda r: sent(r, variants.GROUPS) / 1e9,
     ),
 )
-# Of tables that were written when the bytes of results were counted.
-FORMER = {"sent over groups, GB per device": "communication over groups, GB per device"}
 MARKERS = {  # and their sizes: smaller ones inside larger ones
     "drjax": ("o", 13),
     "drjax jit": ("s", 8),
@@ -214,7 +212,6 @@ def draw(figure: str, rows: Sequence[Row]) -> Figure:
     picture = Figure(figsize=(9.6, 7), layout="constrained")
     grid = picture.subplots(2, 2, sharex=not by_model, sharey=by_model)
     for axis, (column, _) in zip(grid.flat, PANELS, strict=True):
-        column = column if column in rows[0] else FORMER[column]
         for (model, variant), mine in lines.items():
             style = _style([model] if by_model else models, model, variant)
             place = models.index(model)

@@ -114,9 +114,9 @@ def compile_one(case: Case, fn: Callable, mesh: str, runner: str) -> Record:
         step(*args)
         compiles = names.count("counted")
         report = drjax.collectives(step)(*args)
-    rows = [(x.kind, x.axes, x.bytes, x.times) for x in report.collectives]
+    sent = [(x.kind, x.axes, x.bytes, x.times) for x in report.collectives]
     return {
-        "collectives": digest(repr(rows)),
+        "collectives": digest(repr(sent)),
         "temp": report.temp_bytes,
         "traces": [traces, compiles],
         "bits": digest(b"".join(x.tobytes() for x in results)),
