@@ -5,7 +5,8 @@ without communication; the ensemble weights them by the domain's posterior,
 
     p(next | bytes so far) = sum of p(D = k | bytes so far) p_k(next | bytes so far),
 
-and so does the mean of their parameters, for a domain as a whole. The prior is uniform.
+and so does the mean of their parameters, for a domain as a whole. The prior is uniform,
+and all experts are used, not the top k.
 
 python -m examples.algorithms.branch_train_merge
 """

@@ -1,5 +1,7 @@
 """DDSketch (Masson, Rim and Lee 2019, arXiv 1908.10693, algorithms 1 and 2).
 
+A sketch has a fixed shape, for the values from low to high.
+
 python -m examples.algorithms.ddsketch
 """
 

@@ -34,9 +34,10 @@ def make_round(loss, inner, outer, k, wire=None):
     @drjax.program(workers=k)
     def train_round(shared, states, D, keys):
         theta, momentum = shared
-        args = drjax.broadcast(theta), states, D, keys
+        theta_0 = drjax.broadcast(theta)
+        args = theta_0, states, D, keys
         theta_i, states, losses = drjax.map_fn(inner_steps, args)
-        Delta_i = drjax.map_fn(optax.tree.sub, (drjax.broadcast(theta), theta_i))
+        Delta_i = drjax.map_fn(optax.tree.sub, (theta_0, theta_i))
         Delta = drjax.reduce_mean(Delta_i, wire=wire)  # all that is communicated
         updates, momentum = outer.update(Delta, momentum, theta)
         return (optax.apply_updates(theta, updates), momentum), states, losses

@@ -3,7 +3,9 @@
 python -m examples.algorithms.dp_fedavg
 
 The divisor is the expected size of a cohort, q W: a mean over those drawn would reveal
-how many they were.
+how many they were. All users have the weight 1, so that W is their number. A step is on
+all examples of a user, and the change is clipped once, after the steps, by which the
+sensitivity is the same as if each step were clipped.
 """
 
 import dp_accounting

@@ -18,7 +18,7 @@ def make_client_update(loss, E, B, lr):
 
         def step(w, indices):
             batch, real = jax.tree.map(lambda x: x[indices], (examples, mask))
-            rate = lr * real.any()  # no step on a batch of padding
+            rate = lr * real.any()  # no step on padding, where FedProx would take one
             return optax.tree.add_scale(w, -rate, jax.grad(loss)(w, batch, real)), None
 
         def epoch(w, key):

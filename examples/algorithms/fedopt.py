@@ -2,7 +2,9 @@
 
 python -m examples.algorithms.fedopt
 
-Optax's Adam corrects the bias of its moments; the paper's FedAdam does not.
+Optax's Adam corrects the bias of its moments, which start at 0; the paper's FedAdam
+does not, and starts at v = tau^2. Delta is the mean over examples, as in its
+experiments.
 """
 
 import jax

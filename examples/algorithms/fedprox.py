@@ -1,5 +1,7 @@
 """FedProx (Li et al. 2020, arXiv 1812.06127, algorithm 2): FedAvg, near the server.
 
+Sampling and weights are FedAvg's, as in the paper's experiments (section 5.1).
+
 python -m examples.algorithms.fedprox
 """
 

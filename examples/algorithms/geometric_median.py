@@ -1,7 +1,7 @@
 """Gradient descent with the point that has the least sum of distances to n gradients.
 
 Pillutla et al. 2022, "Robust Aggregation for Federated Learning", arXiv 1912.13445,
-algorithm 2, the smoothed Weiszfeld algorithm.
+algorithm 2, the smoothed Weiszfeld algorithm, with equal alpha_i.
 
 python -m examples.algorithms.geometric_median
 """
@@ -14,17 +14,23 @@ from examples.algorithms import krum, robust
 
 
 def geometric_median(w, f, R=20, nu=1e-6):
-    """Every iterate v is a weighted mean of the w_i, so that inner products do."""
+    """Every iterate v is a weighted mean of the w_i: their inner products suffice.
+
+    A w_i whose square is not finite has no weight. `f` is not used.
+    """
     gram = krum.inner_products(w)
+    finite = jnp.isfinite(jnp.diag(gram))
+    gram = jnp.where(finite[:, None] & finite, gram, 0)
 
     def weiszfeld(weights, _):
         center = gram @ weights  # <w_i, v>
         squares = jnp.diag(gram) - 2 * center + weights @ center  # |w_i - v|^2
-        beta = 1 / jnp.maximum(jnp.sqrt(jnp.maximum(squares, 0)), nu)
+        beta = finite / jnp.maximum(jnp.sqrt(jnp.maximum(squares, 0)), nu)
         return beta / beta.sum(), None
 
-    weights, _ = jax.lax.scan(weiszfeld, jnp.ones(len(gram)) / len(gram), length=R)
-    return drjax.reduce_weighted_mean(w, drjax.scatter(weights))
+    weights, _ = jax.lax.scan(weiszfeld, finite / finite.sum(), length=R)
+    where = drjax.scatter(finite)
+    return drjax.reduce_weighted_mean(w, drjax.scatter(weights), where=where)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Gradient descent with the gradient that is closest to those of n - f - 2 others.
 
 Blanchard et al. 2017, "Byzantine-Tolerant Machine Learning", arXiv 1703.02757, section
-4: Krum, and multi-Krum, the mean of m gradients.
+4: Krum, and multi-Krum, here the mean of m = n - f gradients.
 
 python -m examples.algorithms.krum
 """
@@ -14,17 +14,30 @@ from examples.algorithms import robust
 
 
 def inner_products(V):
-    """<V_i, V_j> for all workers i and j, `[n, n]`; no device ever has all V_i."""
-    parts = drjax.reduce_columns(lambda x: jnp.outer(x, x), V, sum=True)
+    """<V_i, V_j> for all workers i and j, `[n, n]`; no device ever has all V_i.
+
+    From each coordinate its median is subtracted. This changes no distance, and
+    distances keep their digits where gradients have a large part in common.
+    """
+
+    def products(x):
+        x = x - jnp.nanmedian(x)
+        return jnp.outer(x, x)
+
+    parts = drjax.reduce_columns(products, V, sum=True)
     return sum(jax.tree.leaves(parts), jnp.zeros(()))
 
 
 def scores(V, f):
-    """s(i): the sum of the squared distances from V_i to its n - f - 2 closest."""
+    """s(i): the sum of the squared distances from V_i to its n - f - 2 closest.
+
+    It is infinite if V_i is not finite.
+    """
     gram = inner_products(V)
     squares = jnp.diag(gram)[:, None] + jnp.diag(gram)[None] - 2 * gram
     # The first of the sorted distances is that of V_i to itself.
-    return jnp.sort(squares, axis=1)[:, 1 : len(gram) - f - 1].sum(1)
+    s = jnp.sort(squares, axis=1)[:, 1 : len(gram) - f - 1].sum(1)
+    return jnp.where(jnp.isnan(s), jnp.inf, s)
 
 
 def krum(V, f):

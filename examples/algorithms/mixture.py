@@ -47,7 +47,7 @@ def e_step(mixture, x, mask):
 
 
 def m_step(N, a, B):
-    """The mixture, from the sums of all clients."""
+    """The mixture, from the sums r_jk (N_k), r_jk x_j (a_k), r_jk x_j x_j^T (B_k)."""
     m = a / N[:, None]
     S = B / N[:, None, None] - jax.vmap(jnp.outer)(m, m)
     return Mixture(N / N.sum(), m, S + REGULARIZATION * jnp.eye(m.shape[1]))

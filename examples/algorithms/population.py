@@ -2,6 +2,7 @@
 
 Members train in parallel, (theta, h) each. The scores p are gathered: n numbers, from
 which follows who copies whom. Members go from group to group, and no server sees them.
+The paper's members are asynchronous; here all are ready after each round.
 
 python -m examples.algorithms.population
 """

@@ -2,7 +2,8 @@
 
 Where k gradient steps on a task lead is where the initial parameters move; it needs no
 second derivatives, and no points apart for the meta-update. Adam takes what is left of
-the way for a gradient.
+the way for a gradient, without the paper's 1 / alpha. Each step is on all points of a
+task.
 
 python -m examples.algorithms.reptile
 """

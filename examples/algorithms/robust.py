@@ -1,7 +1,8 @@
 """Gradient descent with the median or the trimmed mean of n workers, f of them liars.
 
 Yin et al. 2018, "Byzantine-Robust Distributed Learning: Towards Optimal Statistical
-Rates", arXiv 1803.01498, algorithm 1, options I and II.
+Rates", arXiv 1803.01498, algorithm 1, options I and II, where n is m and f is beta m;
+without its projection.
 
 python -m examples.algorithms.robust
 """

@@ -21,7 +21,7 @@ def make_client_update(loss, E, steps, eta_l):
 
     def client_update(x, c, c_i, examples, key):
         def step(y_i, indices):
-            batch = jax.tree.map(lambda x: x[indices], examples)
+            batch = jax.tree.map(lambda a: a[indices], examples)
             g_i = jax.grad(loss)(y_i, batch)
             return add_scale(y_i, -eta_l, add(sub(g_i, c_i), c)), None
 

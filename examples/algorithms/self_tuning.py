@@ -77,7 +77,7 @@ def make_step(train_round, adam):
     return step
 
 
-def main(make_step=make_step, n=16, T=16):
+def main(make_step=make_step, unit="steps of Adam", n=16, T=16):
     """Half of the clients have random labels, and the server does not know which."""
     data, test = digits.load_mnist()
     own = np.random.default_rng(0).permutation(4000).reshape(n, -1)
@@ -110,10 +110,10 @@ def main(make_step=make_step, n=16, T=16):
     for i in range(1, 31):
         state, _, _ = tune(state, *args, keys(i))
         if i % 10 == 0:
-            show(f"{i} steps of Adam", state[0])
+            show(f"{i} {unit}", state[0])
     for name, fn in {"jax.jit": jax.jit(step), "drjax.jit": tune}.items():
         memory = drjax.collectives(fn)(state, *args, keys(0)).temp_bytes
-        print(f"temporary memory of a step, {name + ':':10} {memory / 1e6:5.1f} MB")
+        print(f"temporary memory, {name + ':':10} {memory / 1e6:5.1f} MB")
 
 
 if __name__ == "__main__":

@@ -31,4 +31,4 @@ def make_step(train_round, adam, K=4):
 
 
 if __name__ == "__main__":
-    self_tuning.main(make_step)
+    self_tuning.main(make_step, "trainings")

@@ -2,6 +2,7 @@
 
 Sections 5 and 7: a reduce-scatter gives each device its part of the mean gradient, it
 updates its part of the model and of Adam's moments, and an all-gather the whole model.
+The all-gather opens the next step, so that the model is sharded between steps, too.
 
 python -m examples.algorithms.sharded_server
 """

@@ -1,7 +1,8 @@
 """Model soups: one model, the mean of many that were fine-tuned from the same start.
 
 Wortsman et al. 2022, arXiv 2203.05482: the uniform soup, the greedy soup (recipe 1) and
-the learned soup (appendix), with the loss on validation text in place of the accuracy.
+the learned soup (appendix, without a temperature), with the loss on validation text in
+place of the accuracy.
 
 python -m examples.algorithms.soups
 """

@@ -1,7 +1,8 @@
-"""Parallel tempering (Swendsen and Wang 1986; Geyer 1991).
+"""Parallel tempering (Geyer 1991; Hukushima and Nemoto 1996).
 
-"Replica Monte Carlo simulation of spin glasses"; "Markov chain Monte Carlo maximum
-likelihood". Each replica takes steps of Metropolis et al. (1953).
+"Markov chain Monte Carlo maximum likelihood"; "Exchange Monte Carlo method and
+application to spin glass simulations". Each replica takes steps of Metropolis et al.
+(1953).
 
 python -m examples.algorithms.tempering
 """
