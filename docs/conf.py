@@ -112,7 +112,11 @@ html_context = {  # a page of the gallery is edited in its reproduction
 }
 VERSIONS = {version: ""}  # of the site that are kept, and where below its address
 html_theme_options = {
-    "logo": {"text": project, "image_light": "images/favicon.svg"},
+    "logo": {
+        "text": project,
+        "image_light": "images/favicon.svg",
+        "image_dark": "images/favicon.svg",
+    },
     "github_url": REPOSITORY,
     "header_links_before_dropdown": 8,
     "navbar_start": ["navbar-logo", "version-switcher"],
