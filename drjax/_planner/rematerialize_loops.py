@@ -59,6 +59,7 @@ from drjax._planner.inline import InlinedJaxpr
 from drjax._planner.partitioning.environment import Environment
 from drjax._planner.rounds import is_fold, is_reduction
 from drjax._planner.unbatching.rules import UNBATCHING_RULES
+from drjax._primitives.map_fn import eliminate_dead_code
 from drjax.primitives import broadcast_p, map_fn_p, partition_index_p, scatter_p
 
 
@@ -322,25 +323,27 @@ def _sink(kinds: Environment, scan: _Scan) -> InlinedJaxpr | None:
     may compare its bits).
     """
     program = kinds.program
+    consts = {v for v in scan.consts if kinds[v].axis == 0}
+    eqns = [part for eqn in program.eqns for part in _with_cheap_part(eqn, consts)]
     # An observable variable has no definition here: the slice starts from it.
-    definition = definitions(program.eqns)
+    definition = definitions(eqns)
     for var in bitwise_observable(program):
         definition.pop(var, None)
     # A dict, as a set would make the order of operands depend on identities.
     sunk = {
         v: None
         for v in scan.consts
-        if kinds[v].axis == 0 and v in definition and _is_cheap(definition[v])
+        if v in consts and v in definition and _is_cheap(definition[v])
     }
     if not sunk:
         return None
     # Global values are computed once by the server, not by each group in each step.
-    eqns, starts = backward_slice(
+    needed, starts = backward_slice(
         sunk, definition, lambda v, e: kinds[v].partitioned and _is_cheap(e)
     )
     # No start is sunk by a later call, so the calls come to an end: each start is an
     # argument, a constant, observable, global, or not cheap.
-    fresh, first = copy_equations([e for e in program.eqns if id(e) in eqns], starts)
+    fresh, first = copy_equations([e for e in eqns if id(e) in needed], starts)
     pairs = list(zip(scan.consts, scan.body_consts, strict=True))
     names = {inner: fresh[v] for v, inner in pairs if v in sunk}
     kept = [pair for pair in pairs if pair[0] not in sunk]
@@ -364,6 +367,29 @@ _EXPENSIVE = frozenset(
     reduce_window_max reduce_window_min reduce_window_sum select_and_gather_add
     select_and_scatter_add sort svd top_k triangular_solve""".split()
 )
+
+
+def _with_cheap_part(eqn: Eqn, consts: set[Var]) -> list[Eqn]:
+    """Return the equation, and then one of a `map_fn` that has its cheap results alone.
+
+    These are those of its results in `consts` that no costly equation is needed for,
+    such as the zeros with which an optimizer begins.
+    """
+    if eqn.primitive is not map_fn_p or eqn.effects or consts.isdisjoint(eqn.outvars):
+        return [eqn]
+    if _is_cheap(eqn):
+        return [eqn]
+
+    def part(used: list[bool]) -> Eqn:
+        _, live = eliminate_dead_code(used, eqn)
+        assert live is not None
+        return live
+
+    cheap = [
+        var in consts and _is_cheap(part([var is other for other in eqn.outvars]))
+        for var in eqn.outvars
+    ]
+    return [eqn, part(cheap)] if any(cheap) else [eqn]
 
 
 def _is_cheap(eqn: Eqn) -> bool:

@@ -391,7 +391,9 @@ def _residual_aval(params: Params, aval: Aval) -> Aval:
     return partitioned_aval(aval, make_layout(params["partition"], params["mesh"]))
 
 
-def _dce(used_outputs: list[bool], eqn: Eqn) -> tuple[list[bool], Eqn | None]:
+def eliminate_dead_code(
+    used_outputs: list[bool], eqn: Eqn
+) -> tuple[list[bool], Eqn | None]:
     """Eliminate dead code of the equation, and of its jaxpr."""
     # An equation with effects (a callback, a print) is live without live results.
     if not any(used_outputs) and not eqn.effects:
@@ -441,5 +443,5 @@ ad.primitive_transposes[map_fn_p] = _transpose
 _compat.register_linearization(map_fn_p, _linearize)
 _compat.register_partial_eval(map_fn_p, _partial_eval)
 _compat.register_remat_policy(map_fn_p, "jaxpr", _residual_aval)
-_compat.register_dce(map_fn_p, _dce)
+_compat.register_dce(map_fn_p, eliminate_dead_code)
 batching.fancy_primitive_batchers[map_fn_p] = _batch

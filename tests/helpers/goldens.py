@@ -131,9 +131,9 @@ def measure(everything: bool) -> Record:
         for name, run in compiled()
         if everything or zlib.crc32(name.encode()) % EVERY == 0
     ]
-    for name, text in tqdm([*plans()], "plans"):
+    for name, text in tqdm([*plans()], "plans", disable=None):
         records[name] = digest(text())
-    for i, (name, run) in enumerate(tqdm(chosen, "compiled programs")):
+    for i, (name, run) in enumerate(tqdm(chosen, "compiled programs", disable=None)):
         records[name] = run()
         if i % 50 == 49:
             jax.clear_caches()

@@ -1,6 +1,7 @@
 """What `drjax.jit` saves for a later round, and what it rematerializes.
 
-Covers: drjax._jit.jit_primitive, drjax.backends.xla.compile_plan.
+Covers: drjax._jit.jit_primitive, drjax.backends.xla.compile_plan,
+drjax._planner.rematerialize_loops.
 """
 
 import logging
@@ -8,6 +9,7 @@ import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import drjax
@@ -62,6 +64,49 @@ def test_chunks_rematerialize(f):
     chunks = drjax.jit(gradient, groups_per_step=1)
     saved = drjax.jit(gradient, groups_per_step=1, residuals="store")
     assert temp_bytes(chunks, *args) < temp_bytes(saved, *args)
+
+
+def adam_rounds(n, steps=3):
+    """A gradient through rounds of n clients, each with Adam of its own."""
+    adam = optax.adam(0.1, eps_root=1e-8)
+
+    @drjax.program(clients=n)
+    def one_round(w, x):
+        def train(w, x):
+            def step(carry, _):
+                w, state = carry
+                loss = lambda w: jnp.mean((jnp.tanh(x @ w) - x) ** 2)
+                updates, state = adam.update(jax.grad(loss)(w), state, w)
+                return (optax.apply_updates(w, updates), state), None
+
+            return jax.lax.scan(step, (w, adam.init(w)), length=steps)[0][0]
+
+        return drjax.reduce_mean(drjax.map_fn(train, (drjax.broadcast(w), x)))
+
+    def last_loss(w, x):
+        w, _ = jax.lax.scan(lambda w, _: (one_round(w, x), None), w, length=3)
+        return jnp.sum(jnp.sin(jnp.asarray(w)))
+
+    return jax.grad(last_loss)
+
+
+def test_what_an_optimizer_of_a_client_begins_with_is_not_saved_for_each_client():
+    """Its zeros are made from nothing, in a map whose other results are costly."""
+    run = drjax.jit(adam_rounds(N), groups_per_step=1)
+    with jax.enable_x64(True):
+        args = W.astype(float) + 0.1, X.astype(float)
+        expected = adam_rounds(N)(*args)
+        atol = 1e-10 * np.abs(expected).max()
+        np.testing.assert_allclose(run(*args), expected, rtol=1e-9, atol=atol)
+    small, large = (
+        temp_bytes(
+            drjax.jit(adam_rounds(n), groups_per_step=1),
+            *(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((D, D), (n, 2, D))),
+        )
+        for n in (16, 256)
+    )
+    # Less than one model for each client more.
+    assert large - small < (256 - 16) * 4 * D * D / 2
 
 
 def test_an_option_rematerializes_all_the_same():
