@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import os
+import re
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -72,6 +74,22 @@ class Results:
             console.print(line)
         seconds = f"{about['seconds']} s, {about['cpu_seconds']} s of the CPU"
         console.print(f"{seconds}. Results and figure: {folder}")
+
+
+def show_counts(counts: Sequence[float], limit: int) -> str:
+    """The median, the least and the most of some counts; infinite: above a limit."""
+    middle, least, most = (
+        f"> {limit}" if x == float("inf") else f"{x:.0f}"
+        for x in (statistics.median_low(counts), min(counts), max(counts))
+    )
+    return middle if least == most else f"{middle} ({least} to {most})"
+
+
+def read_counts(cell: str) -> list[float]:
+    """The median, the least and the most of the counts that `show_counts` wrote."""
+    numbers = re.findall(r"(> )?(\d+)", cell)
+    counts = [float("inf") if above else int(count) for above, count in numbers]
+    return counts if len(counts) == 3 else 3 * counts
 
 
 def lines(
