@@ -20,7 +20,7 @@ from examples.algorithms import population
 from examples.common import clients
 from examples.common.results import Badge, read_counts, show_counts
 from examples.common.transformer import TransformerConfig
-from examples.reproductions import fedavg, soups
+from examples.reproductions import fedavg, scaffold, soups
 from tests.helpers import run_python
 from tests.helpers.cases import checkerboard
 
@@ -54,7 +54,7 @@ SHORT = {
     "hierarchical": dict(steps=6, seldom=6, often=2, width=4, only="hier"),
     "maml": dict(steps=20, test_tasks=10, only="first-order", seeds=1),
     "personalization": dict(rounds=1, clients=6, width=8, epochs=1, only="FedPer"),
-    "scaffold": dict(rounds=2, cohort=6, epochs=(1,)),
+    "scaffold": dict(rounds=2, cohort=6, epochs=(1,), rates=(0.1,), repeats=1),
     "self_tuning": dict(
         passes=2,
         rounds=2,
@@ -182,6 +182,14 @@ def test_an_order_of_fedavg_counts_runs_that_were_too_short():
     assert show_counts(counts, 9) == "5 (3 to > 9)"
     assert read_counts(show_counts(counts, 9)) == [5, 3, float("inf")]
     assert show_counts(counts[-1:], 9) == "> 9" and read_counts("7") == [7, 7, 7]
+
+
+def test_what_scaffold_says_of_orders_is_that_of_its_numbers():
+    results = committed("scaffold")
+    measured, remarks, as_published = scaffold.compare(results["table"])
+    assert measured == results["measured"]
+    assert results["remarks"][: len(remarks)] == remarks
+    assert results["badge"] == ("order reached" if as_published else None)
 
 
 def test_what_a_sharded_server_says_is_that_of_its_numbers():
