@@ -45,7 +45,7 @@ InferBody = Callable[..., Environment]
 def infer_loop(env: Environment, eqn: Eqn, infer_body: InferBody) -> LoopKinds:
     """Infer the kinds of a `scan`, `while`, `cond` or `program`, and of its bodies.
 
-    `env` is only read; the caller records the result.
+    `env` has the kinds so far. It is only read; the caller records the result.
     """
     operands = [env.cell(v) for v in eqn.invars]
     results = [env.cell(v) for v in eqn.outvars]
@@ -158,7 +158,7 @@ _RULES = {"scan": _scan, "while": _while, "cond": _cond, "program": _program}
 def check_loop(env: Environment, eqn: Eqn) -> None:
     """Raise a `PlanError` if the kinds of a loop's operands or results do not fit.
 
-    They do not in these cases; the equations of the bodies are not checked:
+    The equations of the bodies are not checked. The kinds do not fit in these cases:
 
     * the groups are the steps of a scan, or the index of a cond is partitioned;
     * an operand is partitioned where the loop needs a global value, or one that is

@@ -79,7 +79,8 @@ def refusal(env: Environment, eqn: Eqn, fix: str) -> PlanError:
 def _declared_partitioned(env: Environment) -> set[Var]:
     """Return the arguments that the user's `partitioned=` declares to be partitioned.
 
-    If `env` is that of a loop's body, the arguments known to be partitioned from
+    An error on an equation that depends on one mentions the declaration, which may be
+    wrong. If `env` is that of a loop's body, the arguments known to be partitioned from
     outside of the loop.
     """
     # The kinds of a loop body's arguments are inferred, not declared. `refusal` leaves

@@ -131,7 +131,8 @@ def _propagate(env: Environment, phase: str, settled: frozenset[Var]) -> None:
 
     `settled` are the variables whose kinds are known before this phase begins. If, in
     the last phase, an equation mixes groups, and some of its partitioned operands are
-    not settled, it raises `_ConflictingDemands`: only demands made them partitioned.
+    not settled, it raises `_ConflictingDemands`: only demands made them partitioned. An
+    equation that mixes groups otherwise raises a `PlanError`.
     """
     eqns, neighbors = env.program.eqns, env.program.defs_and_uses
     order = range(len(eqns))

@@ -36,15 +36,17 @@ class PropagationRule(abc.ABC):
     `results` propagates kinds forward, from operands to results; `demands` backward,
     from results to operands. `env` has the kinds, so far, of the variables of the
     program with the equation. The rules write no kinds of variables to it, which the
-    caller does.
+    caller does. `infer_body(body, argument_kinds, result_kinds)` infers the environment
+    of a loop's body, from the kinds known of its arguments and of its results.
     """
 
     @abc.abstractmethod
     def kinds(self, env: Environment, eqn: Eqn) -> EquationKinds | None:
         """Return the kinds that partitioned operands and results must have.
 
-        None if no operand or result is partitioned, or if the equation mixes groups, so
-        that none of them may be partitioned.
+        They are as far as they follow from the kinds in `env`. None if no operand or
+        result is partitioned, or if the equation mixes groups, so that none of them may
+        be partitioned.
         """
 
     @abc.abstractmethod
@@ -229,7 +231,10 @@ _COMMUNICATION, _PER_GROUP, _BARRIER = Communication(), PerGroup(), Barrier()
 
 
 def rule_of(env: Environment, eqn: Eqn) -> PropagationRule:
-    """Select the propagation rule of an equation, by the kinds of its operands."""
+    """Select the propagation rule of an equation, by the present kinds of its operands.
+
+    So the rule of an equation may change while kinds are inferred.
+    """
     if eqn.primitive is fence_p:
         return _BARRIER
     if env.signature(eqn) is not None:
