@@ -24,10 +24,11 @@ def flat_inputs(
 ) -> list[Any]:
     """Flatten the arguments of a call to arrays, checked against the plan's inputs.
 
-    `as_array` converts a leaf of the arguments to an array, or to an object with the
-    attributes `shape` and `dtype` of one, which is checked and returned. A partitioned
-    array is whole, with its group axis. Raises `DrjaxTypeError` for another tree
-    structure or dtype than planned, `DrjaxValueError` for another shape.
+    There is one array for each of `plan.inputs`, in that order. `as_array` converts a
+    leaf of the arguments to an array, or to an object with the attributes `shape` and
+    `dtype` of one, which is checked and returned. A partitioned array is whole, with
+    its group axis. Raises `DrjaxTypeError` for another tree structure or dtype than
+    planned, `DrjaxValueError` for another shape.
     """
     leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
     # Types in a plan are fixed: other arguments need another plan, not a cast.

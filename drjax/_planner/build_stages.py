@@ -307,8 +307,8 @@ LoopBodies: TypeAlias = tuple[
 def _scan(eqn: Eqn, names: Sequence[str], result_kinds: Sequence[Kind]) -> LoopBodies:
     """Describe the body of a scan, one step.
 
-    One step of a stack named `x` is `x[step]`; of a result that is stacked with group
-    axis k, it is partitioned along k - 1.
+    One step of a stack named `x` is named `x[step]`. One step of a result that is
+    stacked with group axis k is partitioned along k - 1.
     """
     consts, carry, xs = split_scan(eqn, names)
     n_carry = len(carry)

@@ -362,10 +362,10 @@ def _declared_kinds(
 ) -> list[Kind | None]:
     """Return the kind that `partitioned=` declares of each leaf of the arguments.
 
-    It is a tree of bools that is a prefix of `args`, or `PlanError` is raised: true for
-    arguments partitioned along axis 0. A None in it stands for arguments whose kinds
-    are inferred, as those of `kwargs` are. With None as the tree, all kinds are
-    inferred.
+    `partitioned` is a tree of bools that is a prefix of `args`, or `PlanError` is
+    raised: true for arguments partitioned along axis 0, false for global ones. A None
+    in it stands for arguments whose kinds are inferred, as those of `kwargs` are. With
+    None as the tree, all kinds are inferred.
     """
     leaves = jax.tree_util.tree_leaves((args, kwargs))
     if partitioned is None:

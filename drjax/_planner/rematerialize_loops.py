@@ -66,9 +66,9 @@ from drjax.primitives import broadcast_p, map_fn_p, partition_index_p, scatter_p
 def rematerialize_residuals(kinds: Environment) -> InlinedJaxpr | None:
     """Rewrite one scan, or pair of scans, to rematerialize residuals in each step.
 
-    Residuals are values of a scan that its derivative, a backward scan, needs. The
-    first scan that allows one of these rewrites is rewritten; kinds are to be inferred
-    again. None if no scan is left to rewrite.
+    Residuals are values of a scan that its derivative, a backward scan, needs. Kinds
+    are to be inferred again, and then the caller asks again: None if no scan is left to
+    rewrite. The first scan that allows one of these rewrites is rewritten:
 
     * Cheap equations, which cost little compared with the memory of their result, and
       compute partitioned constants of the scan, are moved into its steps.
@@ -373,7 +373,8 @@ def _with_cheap_part(eqn: Eqn, consts: set[Var]) -> list[Eqn]:
     """Return the equation, and then one of a `map_fn` that has its cheap results alone.
 
     These are those of its results in `consts` that no costly equation is needed for,
-    such as the zeros with which an optimizer begins.
+    such as the zeros with which an optimizer begins. Both define the cheap results: of
+    two definitions, `definitions` has the later one.
     """
     if eqn.primitive is not map_fn_p or eqn.effects or consts.isdisjoint(eqn.outvars):
         return [eqn]

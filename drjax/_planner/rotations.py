@@ -179,7 +179,7 @@ def _add_to_sum(
 
 
 def sources_of(segments: Sequence[Segment]) -> tuple[int, ...]:
-    """Return, for each index of a rearranged dimension, where it comes from."""
+    """Return, for each index of a rearranged dimension, its index in the array."""
     return tuple(
         i for first, k in segments for i in range(first or 0, (first or 0) + k)
     )

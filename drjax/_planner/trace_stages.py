@@ -43,7 +43,8 @@ def trace_server_stage(
     """Trace equations on global values as a stage of the server.
 
     Its inputs are the variables that the equations use and do not define, in the order
-    of their first use, without constants of the program; its outputs are `results`.
+    of their first use, without constants of the program; its outputs are `results`,
+    results of the equations or constants.
     """
     consts = values.program.consts
     defined = {v for e in eqns for v in e.outvars}
