@@ -80,8 +80,9 @@ def execute_broadcast(
 ) -> PartitionedArray:
     """Give each group a copy of a global value.
 
-    Each device makes the copies of its groups, without communication. `secure` is for
-    the planner.
+    Each device makes the copies of its groups, without communication. `secure`, for the
+    planner, is positive if `x` is the cotangent of a secure sum: the least number of
+    groups of that sum.
     """
     layout = make_layout(partition, mesh)
 

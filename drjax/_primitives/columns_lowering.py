@@ -46,7 +46,9 @@ from drjax._sharding.execute import shard_map_over_devices, vary
 from drjax._sharding.layout import Layout, make_layout
 
 GROUPS, COORDINATES, WHOLE = "groups", "coordinates", "whole"
-Kinds: TypeAlias = Sequence[str]  # one of these for each operand or result, in order
+# One of these for each operand or result, in order. As a parameter of an equation, and
+# in keys of caches, it is a tuple.
+Kinds: TypeAlias = Sequence[str]
 
 
 def execute_columns(
@@ -157,7 +159,8 @@ def _run_device(
     runs the function on these, and collectives return the results for all coordinates.
 
     Operands and results are those of one device: `[k, *s, *t]` of the kind "groups",
-    and as in `execute_columns` of the others. `kinds` are those of the operands and
+    `[*s, *t]` of "coordinates", and `[*t]` of "whole", of a result the sum over all
+    coordinates, not only those of the device. `kinds` are those of the operands and
     those of the results; `device` is the device's index along the partition's axes,
     int32 `[]`.
     """

@@ -148,8 +148,9 @@ class GroupSums:
         It may be called only if `indices` is not empty. `vmap_over_groups` makes of a
         function of one group, which takes and returns flat sequences of arrays `[*s]`,
         the function of all groups, which takes `operands` and returns arrays `[count,
-        *s]`. `operands` are the inputs of the jaxpr that are marked in `used`: `[count,
-        *s]`, or `[*s]` if the groups share it.
+        *s]`. `operands` are the inputs of the jaxpr that are marked in `used`, in
+        order: `[count, *s]`, or `[*s]` if the groups share one. The sums are in the
+        order of `indices`.
         """
         run = lambda *inputs: evaluate_on_mesh(self._live, inputs)
         return self.of_stacks(count, vmap_over_groups(run)(*operands))

@@ -92,6 +92,7 @@ def parameter_keys(
     The parameters `name` and `debug_info`, and the derivative rules of `custom_jvp` and
     `custom_vjp` are left out, as they do not change what the equation computes. Each
     other parameter has a pair `(name, key)`, sorted by name, with its `value_key`.
+    Equal keys mean equal values, provided that those of `jaxpr_key` do.
     """
     has_rules = eqn.primitive.name in _RULES_DO_NOT_COUNT
     return tuple(

@@ -244,7 +244,8 @@ def _linearize(
     return outs, nonzeros_out, residuals, linear
 
 
-# sum_i <L_i dx_i, ct_i> = sum_i <dx_i, L_i^T ct_i>: each group has its own transpose.
+# sum_i <L_i dx_i, ct_i> = sum_i <dx_i, L_i^T ct_i>: each group has its own transpose,
+# without communication.
 def _transpose(
     cts: Sequence[Tangent],
     *args: Array | UndefinedPrimal,
@@ -282,9 +283,9 @@ def _transpose_jaxpr(
     """Transpose a per-group jaxpr in its `linear` inputs; cached.
 
     The other inputs are residuals. `nonzero` says for each result whether its cotangent
-    is no symbolic zero, and `avals` are the partitioned types, `[n, *s]`, of the
-    residuals and then of these cotangents. `leaves_out` says whether the program leaves
-    groups out of reductions.
+    is no symbolic zero, and `avals`, a tuple, are the partitioned types, `[n, *s]`, of
+    the residuals and then of these cotangents. `leaves_out` says whether the
+    program leaves groups out of reductions.
 
     Returns the closed jaxpr; the values `[*s]` that it closes over; and for each linear
     input whether its cotangent is no symbolic zero. The jaxpr takes these values, the
@@ -416,7 +417,11 @@ def _batch(
     jaxpr: ClosedJaxpr,
     **params: Any,
 ) -> tuple[Sequence[Array], list[int | None]]:
-    """Batch the per-group jaxpr, with the group axis first."""
+    """Batch the per-group jaxpr, with the group axis first.
+
+    Operands may have the batch dimension anywhere, also before n. Results have it at 1
+    or later, as axis 0 is the group axis.
+    """
     moved = [
         (x, d) if d is None else registration.group_axis_first(x, d)
         for x, d in zip(args, dims, strict=True)

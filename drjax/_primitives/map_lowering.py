@@ -296,8 +296,8 @@ def _aval_of_slice(x: Array) -> jax.ShapeDtypeStruct:
 def _spmd_axes(layout: Layout) -> tuple[str, ...] | None:
     """Return the `spmd_axis_name` for a vmap over all groups of a partition.
 
-    () if the program runs locally. None if JAX takes no names: on Explicit axes, or
-    inside a user's `shard_map(check_vma=True)`.
+    It has the partition's mesh axes; () if the program runs locally. None if JAX takes
+    no names: on Explicit axes, or inside a user's `shard_map(check_vma=True)`.
     """
     # In a user's shard_map(check_vma=True), JAX takes named axes for axes of that one.
     return None if _compat.check_vma() else layout.spmd_axes

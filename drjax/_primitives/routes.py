@@ -80,11 +80,11 @@ def _move_bits(move: Callable[[Array], Array], x: Array) -> Array:
     """Move slices `[k, *s]` of any dtype, random keys included, as integers.
 
     `move` may use a collective that adds slices to zeros. On integers this is an exact
-    copy; on floats it would change NaNs and the sign of zeros. So each element of its
-    result is an element of its operand, or zero, and its operand has the bits of floats
-    as unsigned integers; bools as uint8; the raw data of random keys; of complex
-    numbers the bits of real and imaginary parts, along a new last axis; and integers as
-    they are.
+    copy; on floats it would change NaNs and the sign of zeros. So `move` gets the bits
+    of floats as unsigned integers; bools as uint8; the raw data of random keys; of
+    complex numbers the bits of real and imaginary parts, along a new last axis; and
+    integers as they are. It keeps the dtype, and each element of its result must be an
+    element of its operand, or zero.
     """
     dtype = x.dtype
     if is_key(dtype):

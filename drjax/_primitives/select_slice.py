@@ -27,7 +27,8 @@ def as_int32(index: jax.Array, low: int, high: int) -> jax.Array:
     """Cast an index to int32; a number of a wider dtype is clamped to bounds first.
 
     A cast alone drops the upper bits: of int64, 2**32 would become 0, in bounds. If
-    int32 holds all numbers of the dtype, numbers out of bounds stay.
+    int32 holds all numbers of the dtype, numbers out of bounds stay. The bounds,
+    inclusive, must be int32 numbers.
     """
     limits = jnp.iinfo(index.dtype)
     if limits.max > jnp.iinfo(jnp.int32).max:
