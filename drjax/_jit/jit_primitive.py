@@ -235,8 +235,8 @@ def _bind(
 ) -> list[Array]:
     """Trace a flat function, and bind `planned_p`, which plans and runs it.
 
-    What it closes over becomes the first operands. `options` are those of the program
-    that it is derived from. Returns the results of `fn`.
+    What `fn` closes over becomes the first operands. `options` are those of the program
+    that it is derived from: the inputs get names by position. Returns the results.
     """
     avals = [_compat.typeof(x) for x in args]
     jaxpr, consts = trace(fn, avals, options.name, options.bound)
@@ -378,7 +378,7 @@ def _bind_jaxpr(
     """Bind `planned_p` for a derived jaxpr; its constants become the first operands.
 
     It may have constants, as users' derivative rules close over arrays. `options` are
-    those of the program that it is derived from.
+    those of the program that it is derived from: the inputs get names by position.
     """
     jaxpr, consts = _compat.without_consts(jaxpr)
     args = [*consts, *args]
@@ -461,6 +461,7 @@ def _batch(
 ) -> tuple[list[Array], Sequence[int | None]]:
     with planning(options.bound):
         batched, out_axes = _compat.batch_jaxpr(jaxpr, axis_data, dims)
+    # The batched results have other types than `types`, which the plan has to say.
     return planned_p.bind(*args, jaxpr=batched, options=options, types=None), out_axes
 
 
