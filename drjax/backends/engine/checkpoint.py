@@ -60,8 +60,8 @@ class Checkpoint:
     def put(self, key: str, entry: Entry, over: str | None = None) -> None:
         """Set the entry of a key, and drop entries that are not needed any more.
 
-        These are those whose keys start with `over`, such as `3.scan.`: after a step of
-        a loop, those of the rounds inside the loop. None: no entry is dropped.
+        Dropped are those whose keys start with `over`, such as `3.scan.`: after a step
+        of a loop, those of the rounds inside the loop. None: no entry is dropped.
         """
 
     def write(self) -> None:

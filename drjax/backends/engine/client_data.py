@@ -52,14 +52,14 @@ Store = MutableMapping[str, Any]  # of a worker: bytes by key
 
 
 def check_slices_stay(plan: Plan, keep: Keep, options: EngineOptions) -> None:
-    """Raise an error if a slice that a worker computes is needed outside of it.
+    """Raise `DrjaxValueError` if a slice that a worker computes is needed elsewhere.
 
     An engine calls it whose workers have the groups' data and give no slices away, as
-    Flower's clients. Slices are needed by a gather, by a move between groups (such as
-    `drjax.take`), by a server stage, by a scan that stacks them, by the condition of a
-    loop, or as results of the plan that are not in `keep`: the others stay with the
-    workers, as arguments of the next call. A `DrjaxValueError`, too, are slices that
-    stay between stages together with a secure sum or the option `checkpoint`.
+    Flower's clients. Slices are needed elsewhere by a gather, by a move between groups
+    (such as `drjax.take`), by a server stage, by a scan that stacks them, by the
+    condition of a loop, and as results of the plan. Results that are in `keep` stay
+    with the workers, as arguments of the next call. Slices that stay between stages are
+    refused, too, if the plan has a secure sum or the option `checkpoint` is set.
     """
     for _, a_round in rounds_of(plan):
         for move in a_round.moves:

@@ -170,8 +170,8 @@ class _Scheduler:
     def _finished(self) -> Iterator[_Finished]:
         """Wait until tasks end or are late, and decide what is next for their blocks.
 
-        A block that is to be sent again is put into the queue, and not yielded; the
-        others are.
+        A block that is to be sent again is put into the queue, and not yielded. Of the
+        others, one that was lost too often comes with None, and is to be split.
         """
         for state, result in self.in_flight.wait():
             if isinstance(result, Lost):

@@ -28,10 +28,9 @@ class StageResults:
     """Combines the results of a stage's blocks as they arrive, on the driver.
 
     `kept` are the outputs of the stage that are read later, and `stay` says for each of
-    them whether its slices stay with the workers; () if none do. If some
-    do, `engine` is a `Keeping`.
-    `fold(fold, states)` folds states, each a list of leaves `[*s]`, in their order, and
-    returns the leaves of the result; it is called in `finish`.
+    them whether its slices stay with the workers; () if none do. If some do, `engine`
+    is a `Keeping`. `fold(fold, states)` folds states, each a list of leaves `[*s]`, in
+    their order, and returns the leaves of the result; it is called in `finish`.
 
     Attributes:
       groups: How many groups took part to the end.

@@ -30,8 +30,8 @@ _folders = set[Path]()
 def make() -> Path:
     """Make a new temporary folder, which is removed when the process ends.
 
-    In the main thread, if SIGTERM has its default handler, one that raises `SystemExit`
-    is set.
+    So that SIGTERM removes it, too, a handler that raises `SystemExit` is set, if this
+    is the main thread and the signal has its default handler.
     """
     # Also if there is a folder: another thread may have made it, without a handler.
     if threading.current_thread() is threading.main_thread():

@@ -251,9 +251,11 @@ def _parse_record(
 ) -> tuple[str | None, int, float]:
     """Check the record in the header of a reply; return `(why, pid, seconds)` of it.
 
-    An object with the names `failed`, `pid`, `seconds` and `partials` is expected, with
-    `partials` the number of planned partial reductions. The reason is None if the
-    group, the one that the worker was asked for, has not failed.
+    An object with the names `failed`, `pid`, `seconds` and `partials` is expected: the
+    reason by group, the id of the worker's process, how long it took, and the number of
+    planned partial reductions, or 0 if the group has failed. No group but the one that
+    the worker was asked for may be in `failed`; `why` is None if it is not. A
+    `BadReply` is raised for anything else.
     """
     failures, pid, seconds, count = _fields(
         record, "its record", "failed", "pid", "seconds", "partials"
