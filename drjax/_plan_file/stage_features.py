@@ -98,7 +98,10 @@ def _changes_item_size(eqn: Eqn) -> bool:
 
 
 def _check(eqn: Eqn, location: str) -> None:
-    """Raise `PlanFileError` if an equation calls back into Python, as no file can."""
+    """Raise `PlanFileError` if an equation calls back into Python.
+
+    A file cannot hold the callback.
+    """
     name = eqn.primitive.name
     # `jax.debug.print` has a primitive of its own, which is no callback by name.
     if "callback" in name or name == "debug_print":
