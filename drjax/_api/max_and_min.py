@@ -273,8 +273,8 @@ def _reduce_arg(
     """Run `reduce_argmax` or `reduce_argmin` on each leaf of a tree.
 
     One reduction finds the extremum y, and another one the minimum of the indices i of
-    groups with x_i = y. A NaN counts as attaining the extremum. If no group takes part:
-    n.
+    groups with x_i = y. A NaN counts as attaining the extremum. The index is n if no
+    group takes part.
     """
     params = resolve(block, mesh, partition)
     mask = participation_mask(block, where, None, None, params)

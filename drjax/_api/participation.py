@@ -210,8 +210,8 @@ def or_default(
 def _check_fits(block: str, default: Array, dtype: np.dtype) -> None:
     """Raise an error if a default cannot be cast to the dtype of a result.
 
-    It can be no float for an integer, and if it is known, not beyond an integer's
-    limits.
+    A float does not fit an integer dtype, for instance, nor does an integer beyond its
+    limits, if the default is known: under a trace its value is not checked.
     """
     fix = "Pass a default that all leaves can hold, or cast the leaf."
     if _rank(default.dtype) > _rank(dtype):
