@@ -383,6 +383,7 @@ def with_results(jaxpr: ClosedJaxpr, eqns: list[Eqn]) -> ClosedJaxpr:
 
 
 def new_var(aval: Aval) -> Var:
+    """Make a new variable of this type, for a jaxpr."""
     return core.Var(aval)
 
 
