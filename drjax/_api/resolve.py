@@ -14,6 +14,7 @@ from drjax._api.validate import flatten_partitioned
 from drjax._compat.types import (
     Array,
     GlobalArray,
+    Mesh,
     Params,
     PartitionedArray,
     PyTree,
@@ -24,7 +25,7 @@ from drjax._partition import Partition
 from drjax._sharding.execute import as_operand
 from drjax._sharding.layout import find_mesh, make_layout
 
-MeshLike = jax.sharding.Mesh | jax.sharding.AbstractMesh | None
+MeshLike = Mesh | None
 PartitionLike = Any
 # `{"partition": partition, "mesh": mesh}`, as `resolve` returns it.
 BlockParams: TypeAlias = Params

@@ -54,11 +54,10 @@ def main(n=8, steps=150):
     """The domains are the largest modules of Python's standard library."""
     domains = sorted(text.load_stdlib().train, key=lambda x: -len(x.text))[:n]
     parts = [np.split(x.text, [len(x.text) * 8 // 10]) for x in domains]
-    stack = lambda *windows: jax.tree.map(lambda *x: np.stack(x), *windows)
-    batches = stack(*(text.batches(x, (steps, 4), 64, seed=0) for x, _ in parts))
+    batches = text.stack(text.batches(x, (steps, 4), 64, seed=0) for x, _ in parts)
     held_out = [text.batches(x, (2, 64), 64, seed=0) for _, x in parts]
     held_out = zip(*(map(text.Windows, *x) for x in held_out), strict=True)
-    windows, test = (stack(*x) for x in held_out)
+    windows, test = map(text.stack, held_out)
     mixed = text.batches(np.concatenate([x for x, _ in parts]), (300, 4), 64, seed=0)
     theta_0 = byte_network.init(jax.random.key(0), width=96)
     theta_0 = jax.jit(soups.train)(theta_0, 3e-3, mixed)

@@ -39,7 +39,7 @@ def log_probs(params: Params, windows: text.Windows) -> Array:
 
 def mean_loss(values: Array, windows: text.Windows) -> Array:
     """Of log-probabilities, over the real targets, in nats per byte."""
-    real = jnp.arange(values.shape[-1]) < windows.lengths[..., None]
+    real = text.target_mask(windows.lengths, values.shape[-1])
     return -jnp.sum(values, where=real) / jnp.maximum(real.sum(), 1)
 
 

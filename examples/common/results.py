@@ -76,6 +76,11 @@ class Results:
         console.print(f"{seconds}. Results and figure: {folder}")
 
 
+def show_spread(values: np.ndarray | Sequence[float], digits: str = ".3f") -> str:
+    """The mean and the standard deviation of some values, each in this format."""
+    return f"{np.mean(values):{digits}} ± {np.std(values):{digits}}"
+
+
 def show_counts(counts: Sequence[float], limit: int) -> str:
     """The median, the least and the most of some counts; infinite: above a limit."""
     middle, least, most = (

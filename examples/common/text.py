@@ -17,7 +17,7 @@ import hashlib
 import math
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -181,6 +181,11 @@ def batches(
     return Windows(*(x.reshape(*shape, *x.shape[1:]) for x in windows))
 
 
+def stack(windows: Iterable[Windows]) -> Windows:
+    """Stacks windows of one shape along a new first axis."""
+    return Windows(*map(np.stack, zip(*windows, strict=True)))
+
+
 def sample_round(
     modules: list[Module],
     key: tuple[int, int],
@@ -209,10 +214,8 @@ def sample_round(
         for i in cohort
     ]
     shape = (groups, steps, batch)
-    return cohort, Windows(
-        np.stack([windows.tokens for windows in drawn]).reshape(*shape, length + 1),
-        np.stack([windows.lengths for windows in drawn]).reshape(shape),
-    )
+    tokens, lengths = stack(drawn)
+    return cohort, Windows(tokens.reshape(*shape, length + 1), lengths.reshape(shape))
 
 
 def deal(sizes: list[int], parts: int) -> list[list[int]]:
@@ -245,10 +248,7 @@ def cut_all(modules: list[Module], count: int, length: int) -> Windows:
         cut(modules[i].text, count, length, np.random.default_rng(i))
         for i in range(len(modules))
     ]
-    return Windows(
-        np.stack([windows.tokens for windows in drawn]),
-        np.stack([windows.lengths for windows in drawn]),
-    )
+    return stack(drawn)
 
 
 def target_mask(lengths: np.ndarray, length: int) -> np.ndarray:

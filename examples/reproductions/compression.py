@@ -28,6 +28,7 @@ program takes them and returns them, and they never leave their worker.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -171,9 +172,7 @@ def judge(scores: Mapping[str, np.ndarray], costs: Mapping[str, float]) -> dict:
     }
 
 
-def spread(values) -> str:
-    """Mean and standard deviation."""
-    return f"{np.mean(values):.1f} ± {np.std(values):.1f}"
+spread = functools.partial(results.show_spread, digits=".1f")
 
 
 def main(config: Config) -> results.Results:

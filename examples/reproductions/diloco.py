@@ -386,19 +386,17 @@ PERIOD = 10  # H of these rounds
 PAPER_OUTER = 0.7, 0.9  # the paper's outer rate and momentum
 
 
-def numbered_round(task: Task, config: Config, outer, seed: int = 0) -> Callable:
-    """DiLoCo's round as `step(shared, own, data)`, with the number of its first step.
-
-    `examples.engines` and the functions below run it.
-    """
-    inner = inner_optimizer(config, config.steps)
-    train_round = diloco.make_round(task.loss, inner, outer, config.workers)
+def numbered_round(
+    loss, inner, outer, workers: int, period: int, seed: int
+) -> Callable:
+    """DiLoCo's round, `step(shared, own, data)`, with the number of its first step."""
+    train_round = diloco.make_round(loss, inner, outer, workers)
 
     def step(shared, own, data):
         *shared, number = shared
-        keys = step_keys(seed, number, PERIOD, config.workers)
+        keys = step_keys(seed, number, period, workers)
         shared, own, _ = train_round(tuple(shared), own, data, keys)
-        return (*shared, number + PERIOD), own
+        return (*shared, number + period), own
 
     return step
 
@@ -414,8 +412,9 @@ def tune(config: Config, task: Task, params) -> list[str]:
         """The loss, on windows of the training modules, after the rounds."""
         rate, momentum = jnp.exp(h[0]), jax.nn.sigmoid(h[1])
         outer = optax.sgd(rate, momentum, nesterov=True)
-        step = numbered_round(task, config, outer, seed)
-        shared, own = diloco.start(params, inner, outer, config.workers)
+        kept = inner, outer, config.workers
+        step = numbered_round(task.loss, *kept, PERIOD, seed)
+        shared, own = diloco.start(params, *kept)
         state = (*shared, jnp.asarray(config.pretrain)), own
         advance = jax.checkpoint(lambda state, _: (step(*state, data), None))
         state, _ = jax.lax.scan(advance, state, length=rounds)
@@ -452,8 +451,9 @@ def run_in_processes(config: Config, task: Task, params) -> list[str]:
     """Runs the plan file of a round in worker processes, of which one is killed."""
     inner = inner_optimizer(config, config.steps)
     outer = optax.sgd(config.outer_lr, config.outer_momentum, nesterov=True)
-    step = numbered_round(task, config, outer, config.seeds[0])
-    shared, own = diloco.start(params, inner, outer, config.workers)
+    kept = inner, outer, config.workers
+    step = numbered_round(task.loss, *kept, PERIOD, config.seeds[0])
+    shared, own = diloco.start(params, *kept)
     first = jax.device_get(((*shared, np.int32(config.pretrain)), own))
     data, path = task.deal(config.workers), config.output / "round.drjax"
     drjax.make_plan(step)(*first, data).save(path)
@@ -511,19 +511,17 @@ def engine_round() -> Round:
     # Backends are compared, and an outer gradient is a difference of parameters: in a
     # small one their rounding shows. With Adam's usual epsilon a gradient that is
     # nothing but rounding would move a parameter as far as any other.
-    inner, k = optax.adamw(0.05, eps=1e-2), config.workers
+    inner, task = optax.adamw(0.05, eps=1e-2), Task(config)
     outer = optax.sgd(config.outer_lr, config.outer_momentum, nesterov=True)
-    task = Task(config)
-    train_round = diloco.make_round(task.loss, inner, outer, k)
-    shared, own = diloco.start(task.params(0), inner, outer, k)
+    kept = inner, outer, config.workers
+    numbered = numbered_round(task.loss, *kept, period=2, seed=0)
+    shared, own = diloco.start(task.params(0), *kept)
 
     def step(shared, own, data):
-        *shared, number = shared
-        keys = step_keys(0, number, 2, k)
-        shared, own, _ = train_round(tuple(shared), own, data, keys)
-        return shared, own
+        (*shared, _), own = numbered(shared, own, data)
+        return tuple(shared), own
 
-    data = task.deal(k)[:, :2000]
+    data = task.deal(config.workers)[:, :2000]
     return Round(step, (*shared, np.int32(0)), own, data)
 
 

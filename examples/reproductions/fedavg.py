@@ -19,6 +19,7 @@ question of its Table 2: how many rounds until an accuracy on held-out digits?
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +34,7 @@ from tqdm import tqdm
 
 import drjax
 from examples.algorithms import fedavg, fedopt, fedprox
-from examples.common import clients, digits, results
+from examples.common import clients, digits, results, targets
 from examples.common.devices import make_mesh
 from examples.common.rounds import Round
 
@@ -118,11 +119,6 @@ REMARKS = (
     "The paper's convolutional network has four times the channels, and pads.",
     "For FedProx and FedAdam the papers have no numbers on this task.",
 )
-
-
-def rounds_to(target: float, scores) -> float:
-    """The first round with that accuracy; infinite if there is none."""
-    return next((i for i, (x, _) in enumerate(scores, 1) if x >= target), float("inf"))
 
 
 def compare_order(line, columns) -> tuple[str, bool]:
@@ -236,7 +232,7 @@ def make_step(config: Config, method: Method, rate: float, held_out: digits.Digi
         params = init(key)
         return params, method.server.init(params) if method.server else ()
 
-    def step(state, key, number, population):
+    def step(state, number, key, population):
         key = jax.random.fold_in(key, number)
         ids = clients.cohort(key, config.clients, config.cohort)
         examples, mask = jax.tree.map(lambda x: x[ids], population)
@@ -253,18 +249,6 @@ def partition(config: Config, split, train: digits.Digits, seed: int):
     parts = split(train.y, config.clients, seed)
     batches = [digits.Digits(train.x[i], train.y[i]) for i in parts]
     return jax.device_put(clients.pad(batches, multiple=10))
-
-
-def count_rounds(rounds: int, target: float, start, step, population, seed) -> list:
-    """(accuracy, loss) on the held-out digits after each round, until the target."""
-    key = jax.random.key(seed)
-    state, scores = start(key), []
-    for number in range(rounds):
-        state, score = step(state, key, number, population)
-        scores.append(tuple(map(float, score)))
-        if scores[-1][0] >= target:
-            break
-    return scores
 
 
 def engine_round() -> Round:
@@ -306,7 +290,9 @@ def main(config: Config) -> results.Results:
     mesh = make_mesh(config.devices, "clients")
     train, held_out = digits.load_mnist()
     seeds = range(config.seed, config.seed + config.repeats)
-    targets = dict(zip(SPLITS, (config.targets, config.non_iid_targets), strict=True))
+    accuracies_of = dict(
+        zip(SPLITS, (config.targets, config.non_iid_targets), strict=True)
+    )
     curves, numbers, cells = {}, {}, {}
     methods = [method for method in METHODS if config.only in method.label]
     progress = tqdm(total=len(methods) * len(SPLITS) * len(seeds), unit="run")
@@ -314,20 +300,21 @@ def main(config: Config) -> results.Results:
         quoted = QUOTED.get(method.label)
         for (name, split), rate in zip(SPLITS.items(), method.rates, strict=True):
             start, step = make_step(config, method, config.rate or rate, held_out)
-            ends, runs = targets[name] if quoted else targets[name][:2], []
+            ends, runs = accuracies_of[name] if quoted else accuracies_of[name][:2], []
             for seed in seeds:
                 with jax.set_mesh(mesh):
                     population = partition(config, split, train, seed)
-                    length = config.rounds, ends[-1]
-                    runs.append(count_rounds(*length, start, step, population, seed))
+                    key = jax.random.key(seed)
+                    one_round = functools.partial(step, key=key, population=population)
+                    length = ends[-1], config.rounds
+                    runs.append(targets.run_until(*length, one_round, start(key)))
                 progress.update()
             for target in ends:
-                counts = [rounds_to(target, run) for run in runs]
+                counts = [targets.rounds_to(target, run) for run in runs]
                 cells[method, f"{name}, {target:.0%}"] = results.show_counts(
                     counts, config.rounds
                 )
-            runs.sort(key=len)
-            accuracies, losses = zip(*runs[(len(runs) - 1) // 2], strict=True)
+            accuracies, losses = zip(*targets.median_run(runs), strict=True)
             curves[f"{name}: {method.label}"] = accuracies
             numbers[f"{name}: {method.label}, held-out loss"] = losses
         size = method.batch or len(train.y) // config.clients
@@ -339,7 +326,7 @@ def main(config: Config) -> results.Results:
     progress.close()
     names = ["B, u"]
     for split in SPLITS:
-        names += [f"{split}, {x:.0%}" for x in targets[split]]
+        names += [f"{split}, {x:.0%}" for x in accuracies_of[split]]
         names.append(f"paper, {split}, 99%")
     columns = ["", *(method.label for method in methods)]
     table = [[name, *(cells.get((x, name), "") for x in methods)] for name in names]

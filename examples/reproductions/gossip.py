@@ -26,6 +26,7 @@ the ends of a device's groups are communicated.
 """
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import jax
@@ -169,9 +170,7 @@ def judge(scores: dict[str, np.ndarray], losses: dict[str, np.ndarray]) -> dict:
     return {"measured": shown[0], "reached": all(same), "remarks": shown[1:]}
 
 
-def spread(values) -> str:
-    """Mean and standard deviation."""
-    return f"{np.mean(values):.1f} ± {np.std(values):.1f}"
+spread = functools.partial(results.show_spread, digits=".1f")
 
 
 def draw(averaging, training) -> Figure:

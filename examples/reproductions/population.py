@@ -313,7 +313,7 @@ def main(config: Config) -> results.Results:
 def show(label: str, values) -> str:
     """The mean over seeds, and the spread."""
     digits = ".1%" if "accuracy" in label else ".4f"
-    return f"{np.mean(values):{digits}} ± {np.std(values):{digits}}"
+    return results.show_spread(values, digits)
 
 
 if __name__ == "__main__":

@@ -260,7 +260,7 @@ def main(config: Config) -> results.Results:
             accuracies, losses = np.array(curves).transpose(2, 0, 1)
             numbers[f"{case}: {name}, held-out loss"] = losses.mean(0).tolist()
             last = 100 * accuracies[:, -1]
-            cells.append(f"{last.mean():.1f} ± {last.std():.1f}")
+            cells.append(results.show_spread(last, ".1f"))
         quoted = QUOTED.get(name)
         table.append([name, *cells, f"{quoted} {results.UNCHECKED}" if quoted else ""])
     progress.close()

@@ -18,6 +18,7 @@ is a round of one step on all examples of a client.
 """
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ from tqdm import tqdm
 
 import drjax
 from examples.algorithms import scaffold
-from examples.common import clients, digits, results
+from examples.common import clients, digits, results, targets
 from examples.common.devices import make_mesh
 from examples.common.rounds import Round
 
@@ -142,7 +143,7 @@ def _always(every: bool) -> str:
 def make_step(config: Config, method: Method, held_out):
     """A compiled round on a cohort that it draws, and a test."""
 
-    def step(state, key, number, rate, population):
+    def step(state, number, key, rate, population):
         params, control, controls = state
         key = jax.random.fold_in(key, number)
         ids = clients.cohort(key, config.clients, config.cohort)
@@ -165,13 +166,10 @@ def run(config: Config, step, rate: float, seed: int, rounds: int, train) -> lis
     population = jax.device_put(jax.tree.map(lambda x: x[np.stack(parts)], train))
     params = {"w": jnp.zeros((784, 10)), "b": jnp.zeros(10)}
     controls = jax.tree.map(lambda x: jnp.zeros((config.clients, *x.shape)), params)
-    state, scores = (params, params, controls), []
-    for number in range(rounds):
-        state, score = step(state, jax.random.key(seed), number, rate, population)
-        scores.append(tuple(map(float, score)))
-        if scores[-1][0] >= config.target:
-            break
-    return scores
+    fixed = {"key": jax.random.key(seed), "rate": rate, "population": population}
+    one_round = functools.partial(step, **fixed)
+    first = params, params, controls
+    return targets.run_until(config.target, rounds, one_round, first)
 
 
 def choose_rate(config: Config, step, train) -> float:
@@ -218,12 +216,8 @@ def main(config: Config) -> results.Results:
             rate = choose_rate(config, step, train)
             args = config, step, rate
             runs = [run(*args, seed, config.rounds, train) for seed in seeds]
-        reached = [
-            len(scores) if scores[-1][0] >= config.target else float("inf")
-            for scores in runs
-        ]
-        runs.sort(key=len)
-        accuracies, losses = zip(*runs[(len(runs) - 1) // 2], strict=True)
+        reached = [targets.rounds_to(config.target, scores) for scores in runs]
+        accuracies, losses = zip(*targets.median_run(runs), strict=True)
         numbers[f"{method.label}, held-out loss"] = losses
         panels = ("FedAvg", "SCAFFOLD") if method.name == "SGD" else (method.name,)
         label = method.label.removeprefix(f"{method.name}, ")

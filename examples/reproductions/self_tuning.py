@@ -222,13 +222,13 @@ def main(config: Config) -> results.Results:
     cells = {name: np.array([x[0][name] for x in runs]) for name in runs[0][0]}
     table = []
     for name, all_cells in cells.items():
-        mean, spread = all_cells.mean(0), all_cells.std(0)
+        mean = all_cells.mean(0)
         table.append([
             name,
             f"{mean[0]:.2f}, {mean[1]:.2f}",
             f"{mean[2]:.1%}",
-            *(f"{mean[i]:.3f} ± {spread[i]:.3f}" for i in (3, 4)),
-            f"{mean[5]:.1%} ± {spread[5]:.1%}",
+            *(results.show_spread(all_cells[:, i]) for i in (3, 4)),
+            results.show_spread(all_cells[:, 5], ".1%"),
         ])  # fmt: skip
     curves = {
         name: np.mean([x[1][name] for x in runs], 0).tolist() for name in runs[0][1]
@@ -237,7 +237,7 @@ def main(config: Config) -> results.Results:
     losses = {name: all_cells[:, 4] for name, all_cells in cells.items()}
     tuned = next(name for name in losses if name.startswith("tuned"))
     lower = int((losses[tuned] < losses[FIXED]).sum())
-    shown = [f"{x.mean():.3f} ± {x.std():.3f}" for x in (losses[tuned], losses[FIXED])]
+    shown = [results.show_spread(losses[name]) for name in (tuned, FIXED)]
     megabytes = {
         name: ", ".join(f"{size / 1e6:.1f}" for size in values)
         for name, values in sizes.items()

@@ -31,7 +31,6 @@ of the windows of all domains (random split).
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -159,10 +158,6 @@ def merge(models, validation, test, steps: int) -> Merged:
     return Merged(losses, singles, weights)
 
 
-def stack(windows: Sequence[text.Windows]) -> text.Windows:
-    return jax.tree.map(lambda *x: np.stack(x), *windows)
-
-
 class Data(NamedTuple):
     """Windows of a seed."""
 
@@ -182,11 +177,11 @@ def make_data(config: Config, modules: list[text.Module], seed: int) -> Data:
         (steps, config.batch) for steps in (config.steps, config.expert_steps)
     )
     train = {
-        "settings": stack(
+        "settings": text.stack(
             [text.batches(mixed, shape, length, (seed, 0, k)) for k in range(n)]
         ),
         "random split": text.batches(mixed, (n, *expert), length, (seed, 1)),
-        "domains": stack(
+        "domains": text.stack(
             [
                 text.batches(part, expert, length, (seed, 2, k))
                 for k, (part, _) in enumerate(parts)
@@ -199,7 +194,7 @@ def make_data(config: Config, modules: list[text.Module], seed: int) -> Data:
         for k, (_, part) in enumerate(parts)
     ]
     halves = zip(*(map(text.Windows, *x) for x in held_out), strict=True)
-    return Data(start, train, *map(stack, halves))
+    return Data(start, train, *map(text.stack, halves))
 
 
 def main(config: Config) -> results.Results:
@@ -251,7 +246,7 @@ def show(config: Config, merged: dict[str, Merged], domains):
     table = []
     for method in ("common start", *METHODS):
         cells = [losses.get(f"{name}: {method}") for name in merged]
-        cells = [spread(values) if values else "" for values in cells]
+        cells = [results.show_spread(values) if values else "" for values in cells]
         table.append([method, *cells, QUOTED.get(method, "")])
     orders = [compare(losses, *pair) for pair in ORDERS]
     reached = all(order.endswith("as published in all seeds.") for order in orders)
@@ -290,11 +285,6 @@ def show(config: Config, merged: dict[str, Merged], domains):
     )
     result.write(config.output, config, draw(config, merged, domains))
     return result
-
-
-def spread(values) -> str:
-    """Mean and standard deviation."""
-    return f"{np.mean(values):.3f} ± {np.std(values):.3f}"
 
 
 def compare(losses: dict[str, list[float]], better: str, worse: str) -> str:

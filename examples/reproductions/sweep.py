@@ -138,7 +138,7 @@ def main(config: Config) -> results.Results:
     for name, runs in lines.items():
         which, *accuracies = zip(*runs, strict=True)
         shown = [
-            "" if np.isnan(x).any() else f"{np.mean(x):.1%} ± {np.std(x):.1%}"
+            "" if np.isnan(x).any() else results.show_spread(x, ".1%")
             for x in accuracies
         ]
         table.append([name, "; ".join(dict.fromkeys(which)), *shown])

@@ -31,18 +31,14 @@ from tqdm import tqdm
 
 import drjax
 from tests.helpers import random_programs, random_run
-from tests.helpers.cases import CASES, MESHES, Case, on_mesh
+from tests.helpers.cases import CASES, MESHES, MODES, Case, on_mesh
 from tests.helpers.compiled import compilations
 from tests.helpers.meshes import in_mesh
 
 FILE = Path(__file__).with_name("kept") / f"goldens-jax-{jax.__version__}.json"
 RANDOM, SEED = 200, 7  # how many random programs, and their seed
 EVERY = 12  # one of so many compiled programs is compared by default
-RUNNERS: dict[str, Callable] = {
-    "jit": jax.jit,
-    "drjax.jit": drjax.jit,
-    "by chunks": functools.partial(drjax.jit, groups_per_step=1),
-}
+RUNNERS = {name: MODES[name] for name in ("jit", "drjax.jit", "by chunks")}
 Record = dict[str, Any]
 
 

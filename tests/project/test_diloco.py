@@ -170,22 +170,6 @@ def test_fragments_have_every_leaf_once():
 # Worker processes
 
 
-class Mortal(processes.Processes):
-    """One of the processes is killed at work in each call."""
-
-    armed = False
-
-    def results(self, call):
-        self.armed = True
-        return super().results(call)
-
-    def wait(self, handles, timeout):
-        if self.armed:
-            self.armed = False
-            self.kill()
-        return super().wait(handles, timeout)
-
-
 @pytest.mark.slow
 def test_a_worker_process_that_is_killed_is_replaced():
     @drjax.program(groups=6)
@@ -193,10 +177,11 @@ def test_a_worker_process_that_is_killed_is_replaced():
         return drjax.reduce_mean(drjax.map_fn(jnp.sin, x))
 
     x = np.arange(6, dtype=np.float32)
-    plan, pool = drjax.make_plan(mean)(x), Mortal(2)
+    plan, pool = drjax.make_plan(mean)(x), diloco.MortalProcesses(2)
     step = processes.compile(plan, pool, block_size=1)
     try:
         for _ in range(2):
+            pool.armed = True
             np.testing.assert_allclose(step(x), np.sin(x).mean(), rtol=1e-6)
             assert step.report.lost
     finally:

@@ -18,7 +18,7 @@ import drjax
 from benchmarks import lines
 from examples.algorithms import population
 from examples.common import clients
-from examples.common.results import Badge, read_counts, show_counts
+from examples.common.results import Badge, read_counts, show_counts, show_spread
 from examples.common.transformer import TransformerConfig
 from examples.reproductions import fedavg, scaffold, soups
 from tests.helpers import run_python
@@ -143,7 +143,7 @@ def test_what_soups_says_of_orders_is_that_of_its_numbers():
     for method, *cells, _ in results["table"]:
         for name, cell in zip(results["columns"][1:-1], cells, strict=True):
             values = numbers.get(f"{name}: {method}")
-            assert cell == (soups.spread(values) if values else "")
+            assert cell == (show_spread(values) if values else "")
 
 
 def test_a_soup_that_is_worse_is_not_the_published_order():
