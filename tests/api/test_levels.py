@@ -261,6 +261,15 @@ def test_sizes_that_do_not_divide(sizes, block):
     jax.tree.map(assert_close, gradients, jax.grad(expected, (0, 1))(x, m))
 
 
+def test_padding_of_both_levels_is_no_extremum():
+    """Padded slots hold zeros, which are larger than all numbers of the groups."""
+    x = -1 - np.abs(RNG.randn(3, 5, 3)).astype(np.float32)
+    extrema = lambda x: (drjax.reduce_max(x), drjax.reduce_min(-x))
+    with in_mesh_named("both"):
+        result = jax.jit(drjax.program(pods=3, groups=5)(extrema))(x)
+    jax.tree.map(assert_close, result, (x.max((0, 1)), (-x).min((0, 1))))
+
+
 def test_low_precision():
     x = jnp.full((4, 8), 3.0, jnp.bfloat16)
     with in_mesh_named("both"):
