@@ -142,6 +142,27 @@ def test_a_gradient_sends_one_state_of_each_device(mesh):
             jax.tree.map(close, jax.jit(run)(x), want)
 
 
+def test_gradients_of_one_function_with_two_arrays():
+    """Two folds of the same states, whose function closes over an array of each."""
+    n = 4
+    x, t = data(n, 3), np.array([2.0, 0.5], np.float32)
+
+    @jax.jit  # traced once
+    def product(x, one, s):
+        return drjax.reduce(lambda a, b: a * b * s, x, one)
+
+    @drjax.program(clients=n)
+    def loss(x, one, t):
+        return sum(jnp.sum(product(x, one, t[i]) ** 2) for i in range(2))
+
+    gradient, one = jax.grad(loss), np.ones(3, np.float32)
+    want = sum(2 * (s**n * x.prod(0)) ** 2 / x for s in t)
+    with jax.set_mesh(make_mesh({"clients": 2})):
+        run = drjax.jit(gradient)
+        close(run(x, one, t), want)
+        assert drjax.collectives(run)(x, one, t).counts == {"all-gather": 2}
+
+
 @pytest.mark.slow
 def test_derivatives_of_a_compiled_gradient():
     n = 4
