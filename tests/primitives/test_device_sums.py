@@ -13,8 +13,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import drjax
+from drjax._plan_file import decode_communication
 from drjax._primitives.device_sums import decode, encode
-from drjax.plan import Wire
+from drjax.plan import Value, Wire
 from tests.helpers.cases import checkerboard
 from tests.helpers.meshes import AUTO, EXPLICIT, groups_and_meshes, in_mesh, make_mesh
 from tests.helpers.raising import X3, raises, three
@@ -332,6 +333,20 @@ def test_only_real_floats_are_encoded():
     encoded = three(functools.partial(drjax.reduce_sum, wire="int8"))
     for x in (np.arange(3, dtype=np.int32), np.ones(3, np.complex64)):
         raises(TypeError, f"leaves of real floats, got {x.dtype}", encoded, x)
+    mean = three(lambda x: drjax.reduce_weighted_mean(x, np.ones(3), wire="int8"))
+    text = "leaves of real floats, got complex64"
+    raises(TypeError, text, mean, (X3, np.ones(3, np.complex64)))
+
+
+@pytest.mark.parametrize(
+    "op, dtype", [("sum", "int32"), ("mean", "complex64"), ("max", "float32")]
+)
+def test_a_plan_file_in_which_others_are_encoded(op, dtype):
+    dtype = np.dtype(dtype)
+    ends = [Value("x", (), dtype, of_groups, 4) for of_groups in (True, False)]
+    data = {"op": op, "values": [], "wire": ["int8", 256]}
+    with pytest.raises(ValueError, match=f"a {op} of .* cannot be encoded"):
+        decode_communication.reduce(data, lambda names: ends)
 
 
 @pytest.mark.sampled
