@@ -109,6 +109,27 @@ def test_loops_over_the_index_end(run, size):
     assert result == sum(i * (i + 1) for i in range(n))
 
 
+@pytest.mark.parametrize("run", ["jax.jit", "one at a time"])
+def test_padding_has_the_index_and_the_slice_of_the_first_group(run):
+    """A pure function is also called for padding: here, after groups 3 and 4."""
+    seen = []
+
+    def record(i, x):
+        seen.append((int(i), float(x)))
+        return x
+
+    @drjax.program(clients=5)
+    def f(x):
+        work = lambda x: jax.pure_callback(
+            record, x, drjax.partition_index(), x, vmap_method="sequential"
+        )
+        return drjax.reduce_sum(drjax.map_fn(work, x))
+
+    with jax.set_mesh(meshes(2)):
+        assert RUNS[run](f)(slices(5)) == 15
+    assert sorted(seen) == [(i, i + 1) for i in (0, 1, 2, 3, 3, 4)]
+
+
 @pytest.mark.sampled
 @sizes_and_runs
 def test_effects_happen_for_groups_only(run, size):
