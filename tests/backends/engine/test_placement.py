@@ -106,3 +106,38 @@ def test_clients_that_the_driver_knows_are_not_asked():
     clients = Clients({5: [], 6: []})
     ClaimQueries(clients, Assignment(2, [6, 5]), False).run([0, 1], 10.0, late=True)
     assert not clients.asked
+
+
+def test_clients_that_come_late_are_waited_for():
+    clients = Clients({})
+    known, groups = iter([{}, {}, {5: [0]}]), Assignment(1)
+
+    def present():
+        clients.answers = next(known, clients.answers)
+        return {*clients.answers}
+
+    clients.present = present
+    queries = ClaimQueries(clients, groups, drop=False)
+    queries.run([0], 10.0, late=False)  # no client has an unanswered query
+    assert groups[0] is None and not clients.asked
+    queries.run([0], 10.0, late=True)
+    assert groups[0] == 5
+
+
+def test_unanswered_queries_are_waited_for_between_rounds():
+    clients, groups = Clients({5: [None, None, 0]}), Assignment(2)
+    ClaimQueries(clients, groups, drop=False).run([0, 1], 10.0, late=False)
+    assert groups[0] == 5 and clients.asked == [5]
+
+
+def test_clients_claim_again_once_a_holder_has_left():
+    clients, groups = Clients({5: [0], 6: [0, 0]}), Assignment(1)
+    queries = ClaimQueries(clients, groups, drop=True)
+    queries.run([0], 10.0, late=True)
+    assert groups[0] == 5 and clients.asked == [5, 6]
+    del clients.answers[5]
+    queries.run([0], 10.0, late=False)
+    assert groups[0] == 6 and clients.asked == [5, 6, 6]
+    clients.answers = {5: [0], 6: []}  # it comes back, and is asked again
+    queries.run([1], 0.0, late=False)
+    assert groups[0] == 6 and clients.asked == [5, 6, 6, 5]
