@@ -49,6 +49,19 @@ def test_the_fastest_number_is_almost_found(curve, n):
     assert all(1 <= size <= n for size in asked)
 
 
+@pytest.mark.parametrize("best, near", [(60, [16, 64]), (70, [64, 256])])
+def test_half_and_twice_the_best_number_are_measured_last(best, near):
+    asked = []
+
+    def seconds(size):
+        asked.append(size)
+        return 1 + abs(math.log2(size / best))
+
+    result = step_size.fastest(2048, seconds)
+    assert asked[:4] == [2048, 512, 128, 32] and asked[-2:] == near
+    assert result == min(asked, key=lambda k: abs(math.log2(k / best)))
+
+
 def test_not_even_one_fits():
     text = "Not even one group at a time fits in memory"
     raises(drjax.DrjaxValueError, text, step_size.fastest, 8, lambda k: math.inf)
