@@ -105,14 +105,20 @@ def test_values_and_what_is_remembered(devices, monkeypatch, caplog):
         assert step.__name__ == "loss" and step.lower(MODEL, x=X).compile()
 
 
-def test_static_and_donated_arguments(monkeypatch):
-    fixed = lambda *_: 1.0
-    monkeypatch.setattr(tune, "_least_seconds", fixed)
+@pytest.mark.parametrize("name, donated", [("nums", 0), ("names", "model")])
+def test_static_and_donated_arguments(name, donated, monkeypatch):
+    def seconds(run, args, kwargs):
+        """Time a run, after which the arguments must be there for the next number."""
+        jax.block_until_ready(run(*args, **kwargs))
+        assert not args[0].is_deleted()
+        return 1.0
 
-    @functools.partial(
-        drjax.jit, groups_per_step="tune", static_argnums=2, donate_argnums=0
-    )
+    monkeypatch.setattr(tune, "_least_seconds", seconds)
+    options = {"static_argnums": 2, f"donate_arg{name}": donated}
+
+    @functools.partial(drjax.jit, groups_per_step="tune", **options)
     def step(model, x, k):
+        assert isinstance(k, int)
         return model - k * jax.grad(loss)(model, x)
 
     model = jnp.arange(3.0)
