@@ -348,6 +348,23 @@ def test_transformations():
         jax.tree.map(close, run(both(f))(x), want)
 
 
+@pytest.mark.parametrize("mesh", ["none", "uneven"])
+def test_derivative_rules_that_close_over_arrays(mesh):
+    """All groups' weights, for each coordinate: one array, which has no coordinates."""
+    n, make = MESHES[mesh]
+    x, weights = data(n, 3, 2), np.arange(n, dtype=np.float32)
+    closed = jnp.asarray(weights)
+    total = lambda c: c.sum()
+    forward, backward = jax.custom_jvp(total), jax.custom_vjp(total)
+    forward.defjvp(lambda c, dc: (total(*c), closed @ dc[0]))
+    backward.defvjp(lambda c: (total(c), None), lambda _, ct: (closed * ct,))
+    want = np.broadcast_to(weights[:, None, None], x.shape)
+    with in_mesh(make and make()):
+        for fn in forward, backward:
+            f = drjax.program(clients=n)(lambda x, fn=fn: drjax.reduce_columns(fn, x))
+            close(jax.jit(jax.grad(lambda x, f=f: f(x).sum()))(x), want)
+
+
 # ---------------------------------------------------------------------------------
 # Errors
 
