@@ -18,13 +18,13 @@ import drjax
 from examples.common import clients, digits
 
 
-def make_client_update(loss, S, steps, lr):
+def make_client_update(loss, S, steps, eta):
     def client_update(theta_0, examples, mask):
         """Some steps of SGD on a user's examples, and the clipped change."""
 
         def step(theta, _):
             grads = jax.grad(loss)(theta, examples, mask)
-            return optax.tree.add_scale(theta, -lr, grads), None
+            return optax.tree.add_scale(theta, -eta, grads), None
 
         theta, _ = jax.lax.scan(step, theta_0, length=steps)
         delta = optax.tree.sub(theta, theta_0)
@@ -42,13 +42,14 @@ def make_round(client_update, places, S, z, qW):
         total = drjax.reduce_sum(drjax.map_fn(client_update, args), where=taken)
         noise = optax.tree.random_like(key, theta, jax.random.normal)
         total = optax.tree.add_scale(total, z * S, noise)
+        # Delta and its noise, of standard deviation sigma = z S / (q W).
         return optax.tree.add_scale(theta, 1 / qW, total)
 
     return train_round
 
 
 def spent(q, z, T, delta):
-    """Epsilon after T rounds, by Renyi divergence."""
+    """Epsilon after T rounds, by Renyi divergence, as is the moments accountant's."""
     gaussian = dp_accounting.GaussianDpEvent(z)
     sampled = dp_accounting.PoissonSampledDpEvent(q, gaussian)
     event = dp_accounting.SelfComposedDpEvent(sampled, T)
@@ -67,7 +68,7 @@ def main(W=1000, q=0.1, S=0.5, z=1.0, T=40, places=170):
     parts = clients.split_iid(train.y, W, seed=0)
     population = clients.pad([digits.Digits(train.x[i], train.y[i]) for i in parts])
 
-    client_update = make_client_update(loss, S, steps=5, lr=0.1)
+    client_update = make_client_update(loss, S, steps=5, eta=0.1)
     train_round = jax.jit(make_round(client_update, places, S, z, q * W))
     theta = {"w": jnp.zeros((784, 10)), "b": jnp.zeros(10)}
     print("round  test accuracy  epsilon for delta = 0.001")

@@ -12,13 +12,13 @@ import drjax
 from examples.common import clients, digits
 
 
-def make_client_update(loss, E, B, lr):
+def make_client_update(loss, E, B, eta):
     def client_update(w, examples, mask, key):
-        """ClientUpdate(k, w): E epochs of SGD on batches of B of its examples."""
+        """ClientUpdate(k, w): E epochs of SGD on batches of B, new ones in each."""
 
         def step(w, indices):
             batch, real = jax.tree.map(lambda x: x[indices], (examples, mask))
-            rate = lr * real.any()  # no step on padding, where FedProx would take one
+            rate = eta * real.any()  # no step on padding, where FedProx would take one
             return optax.tree.add_scale(w, -rate, jax.grad(loss)(w, batch, real)), None
 
         def epoch(w, key):
@@ -30,7 +30,7 @@ def make_client_update(loss, E, B, lr):
 
 
 def make_round(client_update, m):
-    """A round of m clients; the mask `[m, longest]` is false for padding."""
+    """A round of m clients; n_k of the mask of client k are true, not padding."""
 
     @drjax.program(clients=m)
     def train_round(w, examples, mask, keys):
@@ -80,4 +80,4 @@ def main(client_update, m=10):
 
 
 if __name__ == "__main__":
-    main(make_client_update(loss, E=5, B=10, lr=0.1))
+    main(make_client_update(loss, E=5, B=10, eta=0.1))

@@ -28,7 +28,7 @@ def make_round(client_update, m, server_opt):
 
 def main():
     train, test = digits.load_mnist()
-    client_update = fedavg.make_client_update(fedavg.loss, E=1, B=10, lr=0.1)
+    client_update = fedavg.make_client_update(fedavg.loss, E=1, B=10, eta=0.1)
     adam = optax.adam(0.003, b1=0.9, b2=0.99, eps=1e-3)  # eps is the paper's tau
     train_round = jax.jit(make_round(client_update, 10, adam))
     x = fedavg.model.init(jax.random.key(0), test.x)

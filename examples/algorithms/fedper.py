@@ -4,7 +4,8 @@ python -m examples.algorithms.fedper
 
 The base layers W_B are shared; each client j keeps its head W_Pj. With no layers kept
 it is FedAvg, whose clients' models are the fine-tuned ones of Wang et al. 2019 (arXiv
-1910.10252); with all layers kept each client trains alone.
+1910.10252); with all layers kept each client trains alone. The heads start at 0,
+where the paper's are random.
 """
 
 import jax
@@ -38,7 +39,7 @@ def make_client_update(loss, report, e, b, eta):
 
 
 def make_round(client_update, N):
-    """A round of N clients with as many examples each, so that weights are equal."""
+    """A round of N clients with as many examples each: each gamma_j is 1 / N."""
 
     @drjax.program(clients=N)
     def train_round(W_B, W_P, key, data):

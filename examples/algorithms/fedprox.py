@@ -12,7 +12,7 @@ from examples.algorithms import fedavg
 
 def make_client_update(loss, mu, **sgd):
     def client_update(w_t, examples, mask, key):
-        """SGD on h(w) = loss(w) + mu / 2 |w - w_t|^2, from the server's w_t."""
+        """SGD, for an inexact minimum of h(w) = loss(w) + mu / 2 |w - w_t|^2."""
 
         def h(w, batch, real):
             distance = optax.tree.norm(optax.tree.sub(w, w_t), squared=True)
@@ -26,7 +26,7 @@ def make_client_update(loss, mu, **sgd):
 def main():
     for mu in 0.0, 0.1:
         print(f"mu = {mu}")
-        fedavg.main(make_client_update(fedavg.loss, mu, E=5, B=10, lr=0.1))
+        fedavg.main(make_client_update(fedavg.loss, mu, E=5, B=10, eta=0.1))
 
 
 if __name__ == "__main__":

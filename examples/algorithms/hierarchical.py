@@ -14,7 +14,7 @@ import drjax
 from examples.common import clients, digits, network
 
 
-def make_round(loss, pods, groups, H, Hb, lr, B):
+def make_round(loss, pods, groups, H, Hb, gamma, B):
     """A round: Hb averages in each pod, then one of all pods."""
 
     def local_sgd(w, examples, key):
@@ -24,7 +24,7 @@ def make_round(loss, pods, groups, H, Hb, lr, B):
         def step(w, key):
             i = jax.random.randint(key, (B,), 0, len(examples.y))
             batch = jax.tree.map(lambda x: x[i], examples)
-            return optax.tree.add_scale(w, -lr, jax.grad(loss)(w, batch)), None
+            return optax.tree.add_scale(w, -gamma, jax.grad(loss)(w, batch)), None
 
         return jax.lax.scan(step, w, jax.random.split(key, H))[0]
 
@@ -55,7 +55,7 @@ def main(pods=4, groups=4, steps=500):
 
     print("  H  Hb  test accuracy  MB from each group  and from each pod")
     for H, Hb in (10, 1), (100, 1), (10, 10):
-        train_round = make_round(network.loss, pods, groups, H, Hb, lr=0.05, B=10)
+        train_round = make_round(network.loss, pods, groups, H, Hb, gamma=0.05, B=10)
         w = network.init(jax.random.split(jax.random.key(0)), 784, 64)
         rounds = steps // (H * Hb)
         plan = drjax.make_plan(train_round)(w, examples, jax.random.key(0))

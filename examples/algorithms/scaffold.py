@@ -30,6 +30,7 @@ def make_client_update(loss, E, steps, eta_l):
             return jax.lax.scan(step, y_i, order.reshape(steps, -1))[0], None
 
         y_i = jax.lax.scan(epoch, x, jax.random.split(key, E))[0]
+        # The paper's c_i^+, by option II; what is returned is (Delta y_i, Delta c_i).
         c_new = add_scale(sub(c_i, c), 1 / (K * eta_l), sub(x, y_i))
         return sub(y_i, x), sub(c_new, c_i)
 

@@ -147,7 +147,7 @@ def make_round(loss, method: Method, rate: float, cohort: int):
     """A round; `loss(params, batch, mask)` is a mean over the mask."""
 
     def client_update(params, examples, mask, key):
-        sgd = {"E": method.epochs, "B": method.batch or len(mask), "lr": rate}
+        sgd = {"E": method.epochs, "B": method.batch or len(mask), "eta": rate}
         if method.mu:
             update = fedprox.make_client_update(loss, method.mu, **sgd)
         else:
