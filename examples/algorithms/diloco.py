@@ -28,7 +28,7 @@ def make_inner_steps(loss, inner):
 
 
 def make_round(loss, inner, outer, k, wire=None):
-    """A round of k workers, of H steps each: keys `[k, H]`."""
+    """A round of k workers, H steps each: keys `[k, H]`; `wire` is the dtype sent."""
     inner_steps = make_inner_steps(loss, inner)
 
     @drjax.program(workers=k)

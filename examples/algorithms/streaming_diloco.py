@@ -15,9 +15,12 @@ from examples.common import text
 def make_round(loss, inner, outer, k, tau, alpha, wire=None):
     """H steps of k workers; each of the P fragments of theta is synchronized once.
 
-    Fragment p is received at step (p + 1) H / P, and sent tau <= H / P steps earlier.
-    In float4 (E2M1, where the paper has E3M0) is what devices send each other: on one
-    device nothing is encoded.
+    The paper's loop, which asks after each step whether a fragment is due, is unrolled:
+    fragment p is received at step (p + 1) H / P, and sent tau <= H / P steps earlier.
+    The k workers are the paper's M replicas.
+
+    `wire` is the dtype of what devices send each other: float4 is E2M1, where the paper
+    has E3M0. On one device nothing is encoded.
     """
     inner_steps = diloco.make_inner_steps(loss, inner)
 
@@ -38,14 +41,15 @@ def make_round(loss, inner, outer, k, tau, alpha, wire=None):
 
         for p in range(P):
             first, received = p * H // P, (p + 1) * H // P
-            assert tau <= received - first, "a fragment is sent in its own interval"
-            theta_i, states = advance(theta_i, states, first, received - tau)
+            sent = received - tau
+            assert first <= sent, "a fragment is sent in its own interval"
+            theta_i, states = advance(theta_i, states, first, sent)
+            # Sent; the next tau steps do not wait for it.
             args = drjax.broadcast(theta[p]), theta_i[p]
             Delta_p = drjax.map_fn(optax.tree.sub, args)
             Delta_p = drjax.reduce_mean(Delta_p, wire=wire)
-            theta_i, states = advance(
-                theta_i, states, received - tau, received
-            )  # do not wait
+            theta_i, states = advance(theta_i, states, sent, received)
+            # Received: the outer step, and each worker's mixture of old and new.
             updates, momentum[p] = outer.update(Delta_p, momentum[p], theta[p])
             theta[p] = optax.apply_updates(theta[p], updates)
             args = theta_i[p], drjax.broadcast(theta[p])
