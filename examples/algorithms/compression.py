@@ -2,7 +2,8 @@
 
 Top-k: Stich et al. 2018, arXiv 1809.07599, algorithm 1. Signs: Karimireddy et al. 2019,
 arXiv 1901.09847, algorithm 2, whose compressor is that of algorithm 1. The step of W
-workers is as in Vogels et al. 2019, arXiv 1905.13727, algorithm 2, without momentum.
+workers is as in Vogels et al. 2019, arXiv 1905.13727, algorithm 2, without momentum: e
+has no gamma in it, where the first two have. Each matrix is compressed by itself.
 
 python -m examples.algorithms.compression
 """

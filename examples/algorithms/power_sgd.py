@@ -1,7 +1,8 @@
 """PowerSGD: gradients of low rank, by one step of power iteration from the last ones.
 
 Vogels et al. 2019, arXiv 1905.13727, algorithms 1 and 2, without momentum. It has two
-rounds of communication, because P is averaged before the workers compute Q.
+rounds of communication, because P is averaged before the workers compute Q. What a
+worker remembers is what its own Q leaves out, not the mean Q.
 
 python -m examples.algorithms.power_sgd
 """
@@ -12,6 +13,10 @@ import optax
 
 import drjax
 from examples.algorithms import compression
+
+
+def decompress(P_hat, Q):
+    return jax.tree.map(lambda P, Q: P @ Q.T, P_hat, Q)
 
 
 def make_step(gradient, W, gamma, feedback=True):
@@ -25,17 +30,17 @@ def make_step(gradient, W, gamma, feedback=True):
 
         args = drjax.broadcast(x), e, drjax.broadcast(Q), examples
         M, P = drjax.map_fn(project, args)
-        P = jax.tree.map(lambda P: jnp.linalg.qr(P)[0], drjax.reduce_mean(P))
+        orthogonalize = lambda P: jnp.linalg.qr(P)[0]
+        P_hat = jax.tree.map(orthogonalize, drjax.reduce_mean(P))
 
-        def factor(M, P, e_w):
-            Q = jax.tree.map(lambda M, P: M.T @ P, M, P)
-            sent = jax.tree.map(lambda P, Q: P @ Q.T, P, Q)
+        def factor(M, P_hat, e_w):
+            Q = jax.tree.map(lambda M, P: M.T @ P, M, P_hat)
+            sent = decompress(P_hat, Q)
             return Q, optax.tree.sub(M, sent) if feedback else e_w
 
-        Q, e = drjax.map_fn(factor, (M, drjax.broadcast(P), e))
+        Q, e = drjax.map_fn(factor, (M, drjax.broadcast(P_hat), e))
         Q = drjax.reduce_mean(Q)
-        update = jax.tree.map(lambda P, Q: P @ Q.T, P, Q)
-        return optax.tree.add_scale(x, -gamma, update), (e, Q)
+        return optax.tree.add_scale(x, -gamma, decompress(P_hat, Q)), (e, Q)
 
     return step
 
