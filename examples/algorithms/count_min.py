@@ -58,7 +58,9 @@ def main(n=100_000, d=4, bits=10, share=0.02):
     names = np.arange(2**16, dtype=np.uint32)
     estimates = estimate(np.asarray(count), hashes, names, bits)
     exact = np.bincount(items, minlength=2**16)
-    print(f"Items with {share:.0%} of {n:,}; at most {np.e * n / 2**bits:.0f} too many")
+    bound, chance = np.e * n / 2**bits, np.exp(-d)
+    print(f"Items with {share:.0%} of {n:,}. With probability {chance:.0%} at most,")
+    print(f"an estimate is more than {bound:.0f} too high.")
     print("item  estimate    exact")
     for i in np.flatnonzero(estimates >= share * n):
         print(f"{i:4} {estimates[i]:9,} {exact[i]:8,}")

@@ -13,14 +13,14 @@ import drjax
 
 
 def bounds(alpha, low, high):
-    """The upper bounds gamma^i of buckets, between those of low and of high values."""
+    """The upper bounds of buckets, from low to high: low gamma^i, not gamma^i."""
     gamma = (1 + alpha) / (1 - alpha)
     i = np.arange(np.ceil(np.log(high / low) / np.log(gamma)) + 1)
     return (low * gamma**i).astype(np.float32)
 
 
 def insert(upper, x):
-    """Algorithm 1: one more value in bucket i, which has gamma^(i-1) < x <= gamma^i."""
+    """Algorithm 1: one more value in bucket i, with upper[i - 1] < x <= upper[i]."""
     i = jnp.searchsorted(upper, x)  # a logarithm's rounding would miss a few
     return jax.nn.one_hot(i, len(upper) + 1, dtype=jnp.int32)
 
@@ -28,7 +28,7 @@ def insert(upper, x):
 def quantile(B, upper, alpha, q):
     """Algorithm 2: the first bucket up to which there are more than q (n - 1) values.
 
-    Its estimate, 2 gamma^i / (gamma + 1), is within alpha of all values in it.
+    Its estimate, 2 upper[i] / (gamma + 1), is within alpha of all values in it.
     """
     i = np.argmax(np.cumsum(B) > q * (B.sum() - 1))
     return upper[i] * (1 - alpha)  # 2 / (gamma + 1) = 1 - alpha
