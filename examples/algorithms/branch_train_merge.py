@@ -1,7 +1,7 @@
 """Branch-Train-Merge: experts for domains from one start, and the merging of them.
 
-Li et al. 2022, arXiv 2208.03306, section 2: an expert is trained on each domain,
-without communication; the ensemble weights them by the domain's posterior,
+Li et al. 2022, arXiv 2208.03306, sections 2.3 and 3: an expert is trained on each
+domain, without communication; the ensemble weights them by the domain's posterior,
 
     p(next | bytes so far) = sum of p(D = k | bytes so far) p_k(next | bytes so far),
 

@@ -1,7 +1,8 @@
 """Gradient descent with the point that has the least sum of distances to n gradients.
 
 Pillutla et al. 2022, "Robust Aggregation for Federated Learning", arXiv 1912.13445,
-algorithm 2, the smoothed Weiszfeld algorithm, with equal alpha_i.
+algorithm 2, the smoothed Weiszfeld algorithm, with equal alpha_i. The paper aggregates
+the clients' models, w_i; here they are gradients, as in the other robust steps.
 
 python -m examples.algorithms.geometric_median
 """

@@ -2,6 +2,7 @@
 
 Lian et al. 2017, "Can Decentralized Algorithms Outperform Centralized Algorithms?",
 arXiv 1705.09056, algorithm 1, on a ring: W has 1/3 for a worker and its two neighbors.
+The step length gamma, constant in the paper, decays in `main`.
 
 python -m examples.algorithms.gossip
 """

@@ -1,7 +1,7 @@
 """Gradient descent with the gradient that is closest to those of n - f - 2 others.
 
 Blanchard et al. 2017, "Byzantine-Tolerant Machine Learning", arXiv 1703.02757, section
-4: Krum, and multi-Krum, here the mean of m = n - f gradients.
+4. Also its multi-Krum, the mean of m gradients, here m = n - f.
 
 python -m examples.algorithms.krum
 """

@@ -27,7 +27,7 @@ def loss(beta, x, y, mask):
 
 
 def step(beta, *data):
-    """One round: the Hessian and the gradient are sums of what the clients send."""
+    """One round: what clients send adds up to the gradient and to X^T W X."""
     gradient, hessian = jax.grad(loss)(beta, *data), jax.hessian(loss)(beta, *data)
     return beta - jnp.linalg.solve(hessian, gradient)
 

@@ -2,7 +2,8 @@
 
 Members train in parallel, (theta, h) each. The scores p are gathered: n numbers, from
 which follows who copies whom. Members go from group to group, and no server sees them.
-The paper's members are asynchronous; here all are ready after each round.
+The paper's members are asynchronous; here all are ready after each round. Line 10, the
+score of a new member, is left to line 5 of its next round.
 
 python -m examples.algorithms.population
 """

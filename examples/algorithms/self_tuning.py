@@ -2,8 +2,10 @@
 
 Federated automatic differentiation (Rush et al. 2023, arXiv 2301.07806): F(h) is the
 server's loss after T rounds with hyperparameters h. Communication has a derivative, so
-`jax.grad` of F goes back through all rounds, and h follows by Adam. `jax.jit` saves the
-residuals of all clients in all rounds; `drjax.jit` rematerializes a client at a time.
+`jax.grad` of F goes back through all rounds, and h follows by Adam. (The paper's
+algorithm 2 goes back through the last round only, for the server's optimizer, with the
+loss of clients.) `jax.jit` saves the residuals of all clients in all rounds;
+`drjax.jit` rematerializes a client at a time.
 
 python -m examples.algorithms.self_tuning
 """
