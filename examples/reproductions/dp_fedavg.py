@@ -65,6 +65,8 @@ class Config:
     """Clients of a device that run at once; all by default."""
     seed: int = 0
     """Seed of the partition, the cohorts and the noise."""
+    seeds: int = 3
+    """Trainings with each noise, of as many seeds."""
 
 
 def make_round(config: Config, noise: float):
@@ -112,12 +114,14 @@ REMARKS = (
 )
 
 
-def train(config: Config, noise: float, population, held_out):
+def train(config: Config, noise: float, seed: int, data, held_out):
     """The accuracy and the loss on the held-out digits after each round."""
+    parts = clients.split_iid(data.y, config.clients, seed)
+    population = clients.pad([digits.Digits(data.x[i], data.y[i]) for i in parts])
     train_round = make_round(config, noise)
 
     def step(params, number, population):
-        key = jax.random.fold_in(jax.random.key(config.seed), number)
+        key = jax.random.fold_in(jax.random.key(seed), number)
         draw, key = jax.random.split(key)
         ids, taken, fits = clients.poisson_cohort(
             draw, config.clients, config.rate, config.places
@@ -133,6 +137,7 @@ def train(config: Config, noise: float, population, held_out):
 
     step = drjax.jit(step, groups_per_step=config.groups_per_step)
     params, scores = {"w": jnp.zeros((784, 10)), "b": jnp.zeros(10)}, []
+    population = jax.device_put(population)
     for number in tqdm(range(config.rounds), f"z = {noise}", leave=False):
         params, score = jax.block_until_ready(step(params, number, population))
         scores.append(score)
@@ -146,22 +151,26 @@ def main(config: Config) -> results.Results:
     """Trains with each noise, and shows accuracy and epsilon."""
     mesh = make_mesh(config.devices, "clients")
     data, held_out = digits.load_mnist()
-    parts = clients.split_iid(data.y, config.clients, config.seed)
-    population = clients.pad([digits.Digits(data.x[i], data.y[i]) for i in parts])
+    seeds = range(config.seed, config.seed + config.seeds)
     curves, numbers, table = {}, {}, []
     for noise in config.noises:
         with jax.set_mesh(mesh):
-            curve, losses = train(config, noise, jax.device_put(population), held_out)
-        curves[f"z = {noise:g}"] = curve
-        numbers[f"z = {noise:g}, held-out loss"] = losses
+            runs = [train(config, noise, seed, data, held_out) for seed in seeds]
+        accuracies, losses = map(np.array, zip(*runs, strict=True))
+        curves[f"z = {noise:g}"] = accuracies.mean(0)
+        numbers[f"z = {noise:g}, held-out loss"] = losses.mean(0).tolist()
+        last = accuracies[:, -1]
         args = config.rate, noise, config.rounds, config.delta
         epsilons = [f"{e:.2f}" for e in spent(*args)] if noise else ["inf"] * 3
-        table.append([f"z = {noise:g}", f"{curve[-1]:.1%}", *epsilons])
+        table.append(
+            [f"z = {noise:g}", f"{last.mean():.1%} ± {last.std():.1%}", *epsilons]
+        )
     abadi = spent(*ABADI)
     table.append(["Abadi et al.", "", *(f"{e:.3f}" for e in abadi)])
     table.append(["Abadi et al., paper", "", str(QUOTED), "", ""])
     result = results.Results(
-        title=f"Accuracy after {config.rounds} rounds, and epsilon at {config.delta:g}",
+        title=f"Accuracy after {config.rounds} rounds, mean and spread of "
+        f"{config.seeds} seeds, and epsilon at {config.delta:g}",
         columns=["", "accuracy", "moments", "Renyi", "privacy loss"],
         table=table,
         measured=f"By accounting alone, without training: epsilon {abadi[0]:.2f} for "

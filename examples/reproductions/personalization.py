@@ -71,6 +71,8 @@ class Config:
     """Clients of a device that run at once; all by default."""
     seed: int = 0
     """Seed of the initial model, the partition and the batches."""
+    seeds: int = 3
+    """Trainings of each method, of as many seeds."""
 
 
 def make_round(config: Config):
@@ -204,30 +206,41 @@ def engine_round() -> Round:
 def main(config: Config) -> results.Results:
     """Trains in each way, and compares the clients' accuracies."""
     make_mesh(config.devices, "clients")  # before any device is used
-    data = partition(config)
+    seeds = range(config.seed, config.seed + config.seeds)
+    settings = [dataclasses.replace(config, seed=seed) for seed in seeds]
+    parts = [partition(setting) for setting in settings]
     names = [name for name in KEPT if config.only in name]
-    curves, last, numbers, table = {}, {}, {}, []
-    changes = ""
-    progress = tqdm(total=len(names) * (config.rounds + 1), unit="round", disable=None)
+    last, numbers, table, changes = {}, {}, [], ""
+    total = len(names) * len(seeds) * (config.rounds + 1)
+    progress = tqdm(total=total, unit="round", disable=None)
     for name in names:
-        reports, shared = train(config, name, data, progress)
-        before, after, change = map(np.stack, zip(*reports, strict=True))
+        runs, shared = [], {}
+        for setting, data in zip(settings, parts, strict=True):
+            reports, shared = train(setting, name, data, progress)
+            runs.append([np.stack(x) for x in zip(*reports, strict=True)])
+        before, after, change = map(np.stack, zip(*runs, strict=True))
         shown = {name: before}
         if name == "FedAvg":
             shown["FedAvg, fine-tuned"] = after
-            worse, _, better = change[-1] / config.clients
+            worse, _, better = change[:, -1].mean(0) / config.clients
             changes = f" Fine-tuning helps {better:.0%} of them, hurts {worse:.0%}."
         size = sum(x.nbytes for x in jax.tree.leaves(shared))
-        for label, counts in shown.items():
-            curves[label] = [summarize(x)[0] for x in counts]
-            last[label] = counts[-1]
-            numbers[label] = curves[label]
-            cells = [f"{x:.1%}" for x in summarize(counts[-1])]
+        for label, counts in shown.items():  # [seeds, rounds, tests + 1]
+            numbers[label] = [
+                float(np.mean([summarize(x)[0] for x in of_a_round]))
+                for of_a_round in counts.swapaxes(0, 1)
+            ]
+            last[label] = counts[:, -1].sum(0)
+            scores = np.array([summarize(x) for x in counts[:, -1]])
+            pairs = zip(scores.mean(0), scores.std(0), strict=True)
+            cells = [f"{mean:.1%} ± {spread:.1%}" for mean, spread in pairs]
             table.append([label, *cells, f"{size:,}"])
     progress.close()
+    examples = parts[0][0].y.shape[1]
     shown = "; ".join(f"{line[0]} {line[1]}" for line in table)
     result = results.Results(
-        title=f"Accuracy of {config.clients} clients after {config.rounds} rounds",
+        title=f"Accuracy of {config.clients} clients after {config.rounds} rounds: "
+        f"mean and spread of {config.seeds} seeds",
         columns=["", "mean", "tenth percentile", "worst", "bytes sent by a client"],
         table=table,
         measured=f"Mean accuracy of the clients: {shown}.{changes}",
@@ -238,14 +251,14 @@ def main(config: Config) -> results.Results:
         numbers=numbers,
         remarks=[
             f"Engine: {config.engine}, from plan files. A client has "
-            f"{data[0].y.shape[1]} examples to train on and {config.tests} to test.",
+            f"{examples} examples to train on and {config.tests} to test.",
             "Only shared layers are sent. Fine-tuning is of all layers, by the epochs "
             "of one round.",
             "On Flower's SuperNodes, `tests/backends/test_flower_kept.py` runs a small "
             "FedPer, and looks for the heads in all messages: none has them.",
         ],
     )
-    result.write(config.output, config, draw(curves, last, config.tests))
+    result.write(config.output, config, draw(numbers, last, config.tests))
     return result
 
 

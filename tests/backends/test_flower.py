@@ -292,7 +292,7 @@ def test_a_round_of_each_example(name, tmp_path, monkeypatch):
 
 def test_kept_layers_in_a_simulation(tmp_path):
     """FedPer by its own command, and the same on the devices."""
-    flags = "--only=FedPer", "--rounds=2", "--clients=4", "--width=8"
+    flags = "--only=FedPer", "--rounds=2", "--clients=4", "--width=8", "--seeds=1"
     numbers = {}
     for engine in ("flower", "xla"):
         folder = tmp_path / engine

@@ -44,7 +44,7 @@ SHORT = {
         parts=False,
         model=TransformerConfig(d_model=8, layers=1, heads=2),
     ),
-    "dp_fedavg": dict(rounds=2, steps=2, places=170, noises=(1.0,)),
+    "dp_fedavg": dict(rounds=2, steps=2, places=170, noises=(1.0,), seeds=1),
     "evolution": dict(rounds=2, workers=8, widths=(4,), episodes=4, seeds=1),
     "federated_sklearn": dict(newton_steps=2, admm_steps=3, lloyd_steps=2),
     "fedavg": dict(
@@ -53,7 +53,9 @@ SHORT = {
     "gossip": dict(rings=(4, 8), averaging=8, workers=8, steps=3, seeds=1),
     "hierarchical": dict(steps=6, seldom=6, often=2, width=4, only="hier"),
     "maml": dict(steps=20, test_tasks=10, only="first-order", seeds=1),
-    "personalization": dict(rounds=1, clients=6, width=8, epochs=1, only="FedPer"),
+    "personalization": dict(
+        rounds=1, clients=6, width=8, epochs=1, only="FedPer", seeds=2
+    ),
     "scaffold": dict(rounds=2, cohort=6, epochs=(1,), rates=(0.1,), repeats=1),
     "self_tuning": dict(
         passes=2,
