@@ -97,6 +97,25 @@ def read_counts(cell: str) -> list[float]:
     return counts if len(counts) == 3 else 3 * counts
 
 
+def is_less(
+    one: Sequence[float] | np.ndarray,
+    other: Sequence[float] | np.ndarray,
+    *,
+    paired: bool = False,
+) -> bool:
+    """Whether the runs of one are less than those of another by more than seeds do.
+
+    All runs of the one are below all of the other. A badge counts no other order.
+
+    Args:
+        paired: a seed is that of the data and the start of both, so that what it does
+            to both cancels: each run is below the other's with the same seed.
+    """
+    if paired:
+        return all(a < b for a, b in zip(one, other, strict=True))
+    return max(one) < min(other)
+
+
 def lines(
     curves: Mapping[str, Sequence[float]],
     panels: Sequence[str] = ("",),

@@ -159,7 +159,8 @@ def judge(scores: dict[str, np.ndarray], losses: dict[str, np.ndarray]) -> dict:
     """Whether the two methods' accuracies are the same, `[2, seeds]` by split."""
     shown, same = [], []
     for split, (ring, central) in scores.items():
-        near = ring.min() <= central.max() and central.min() <= ring.max()
+        apart = results.is_less(ring, central) or results.is_less(central, ring)
+        near = not apart
         same.append(near)
         text = "within the spread" if near else "not within the spread"
         shown.append(

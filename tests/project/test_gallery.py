@@ -18,7 +18,13 @@ import drjax
 from benchmarks import lines
 from examples.algorithms import population
 from examples.common import clients
-from examples.common.results import Badge, read_counts, show_counts, show_spread
+from examples.common.results import (
+    Badge,
+    is_less,
+    read_counts,
+    show_counts,
+    show_spread,
+)
 from examples.common.transformer import TransformerConfig
 from examples.reproductions import fedavg, scaffold, soups
 from tests.helpers import run_python
@@ -166,20 +172,32 @@ def test_what_fedavg_says_of_orders_is_that_of_its_numbers():
     assert len(orders) == 5
     for text, _ in orders.values():
         assert text in results["remarks"]
-    fewer = orders["IID, 95%"][1] and orders["non-IID, 95%"][1]
-    assert results["badge"] == ("order reached" if fewer else None)
+    reached = [x for x in fedavg.SPLITS if orders[f"{x}, 95%"][1]]
+    assert results["measured"].endswith(f" {' and '.join(reached) or 'neither'}.")
+    assert results["badge"] == ("order reached" if len(reached) == 2 else None)
+
+
+def test_an_order_within_the_spread_of_the_seeds_is_not_reached():
+    assert is_less([1, 3, 2], [4, 5, 6])
+    assert not is_less([1, 3, 2], [3, 5, 6])  # the least of the one, the most of ours
+    assert not is_less([4, 5, 6], [1, 3, 2])
+    assert is_less([1, 5], [2, 6], paired=True) and not is_less([1, 5], [2, 6])
+    assert not is_less([1, 6], [2, 6], paired=True)
+    assert is_less([9, 9], 2 * [float("inf")])
+    assert not is_less([9, float("inf")], 2 * [float("inf")])
 
 
 def test_an_order_of_fedavg_counts_runs_that_were_too_short():
     compare = lambda *cells: fedavg.compare_order(["", *cells], ["", *fedavg.QUOTED])
-    text, fewer = compare("90 (80 to > 200)", "40 (30 to 50)", "30 (9 to 79)")
-    assert fewer and " 2.2 to 3.0, and the fewer the more epochs" in text
-    text, fewer = compare("> 200 (80 to > 200)", "40 (30 to 50)", "50 (9 to 99)")
-    assert fewer and text.endswith("but not always the fewer the more epochs.")
-    text, _ = compare("90 (80 to 99)", "40 (30 to 50)", "30 (9 to 80)")
-    assert " to 3.0 (of medians; not all by more than the seeds do), and" in text
-    text, fewer = compare("> 200", "60 (9 to 99)", "> 200 (8 to > 200)")
-    assert not fewer and text.endswith("; reached in time by FedAvg, E = 1.")
+    text, reached = compare("90 (80 to > 200)", "40 (30 to 50)", "20 (9 to 29)")
+    assert reached and " 2.2 to 4.5, and the fewer the more epochs" in text
+    text, reached = compare("> 200 (80 to > 200)", "40 (30 to 50)", "20 (9 to 29)")
+    assert reached and "than FedSGD, and the fewer the more epochs" in text
+    text, reached = compare("90 (80 to 99)", "40 (30 to 50)", "30 (9 to 30)")
+    assert not reached
+    assert text.endswith(": FedAvg, E = 5: 30 (9 to 30), FedAvg, E = 1: 40 (30 to 50).")
+    assert not compare("> 200", "60 (9 to 99)", "> 200 (8 to > 200)")[1]
+    assert not compare("90 (80 to 99)", "40 (30 to 50)", "")[1]
     counts = [3, 5, float("inf")]
     assert show_counts(counts, 9) == "5 (3 to > 9)"
     assert read_counts(show_counts(counts, 9)) == [5, 3, float("inf")]
