@@ -56,6 +56,22 @@ def test_memory_is_flat_and_engines_agree():
         assert max(values.values()) < 1e-6
 
 
+def test_the_limits_of_the_readme_are_those_of_the_tables():
+    text = " ".join((ROOT / "README.md").read_text().split())
+    tables = [path.name for path in sorted(proofs.RESULTS.glob("plans-jax-*.md"))]
+    assert len(tables) == 2  # the oldest and the newest JAX
+    chunks, planning = [], []
+    for name in tables:
+        many = proofs.lines(name, 6, "## 1,000,000 groups")
+        (times,) = (float(x[-1]) for x in many if x[0] == "drjax.jit, 1000")
+        chunks.append(times)
+        times = proofs.lines(name, 6, "## Time to plan")
+        planning.append(max(float(x[4]) for x in times))
+    shown = f"take {min(chunks):.1f} to {max(chunks):.1f} times as long"
+    assert f"{shown} as by `jax.jit`" in text
+    assert f"up to {max(planning):.1f} times as long as `jax.jit` takes" in text
+
+
 def test_the_figure_shows_every_table():
     text = (ROOT / "docs/images/proofs.svg").read_text()
     panels = [axes.get_title("left") for axes in proofs.draw().axes]
