@@ -129,7 +129,7 @@ def card(name: str, example: dict) -> str:
     badge = f"*{example['badge']}* · " if example.get("badge") else ""
     return (
         f"### [{example['title']}]({name}.md)\n\n"
-        f"![{example['about']}]({name}/figure.png)\n\n{badge}{example['measured']}"
+        f"![{example['about']}]({name}/card.png)\n\n{badge}{example['measured']}"
     )
 
 

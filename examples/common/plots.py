@@ -8,14 +8,33 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from PIL import Image
 
+DPI = 120
 Values = np.ndarray | jax.Array
 
 
 def save(figure: Figure, path: Path) -> None:
     """Writes a figure, and makes its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=DPI)
+
+
+def save_card(figure: Figure, path: Path) -> None:
+    """Writes what can be read on a card: the first panel of several, or the figure."""
+    save(figure, path)
+    panels = [x for x in figure.axes if x.get_label() != "<colorbar>"]
+    box = panels[0].get_tightbbox()
+    if len(panels) == 1 or box is None:
+        return
+    # What is cut is the picture: `bbox_inches` moves the legends of a figure.
+    left, low, right, top = np.array(box.extents) * DPI / figure.dpi
+    with Image.open(path) as image:
+        width, height = image.size
+        corners = left - 6, height - top - 6, right + 6, height - low + 6
+        x0, y0, x1, y1 = np.clip(corners, 0, (width, height) * 2).astype(int).tolist()
+        card = image.crop((x0, y0, x1, y1))
+    card.save(path)
 
 
 def group_spread(

@@ -47,7 +47,7 @@ class Results:
     """What differs from the paper, and where its numbers are not reached."""
 
     def write(self, folder: Path, config: Any, figure: Figure) -> None:
-        """Prints it, and writes `results.json` and `figure.png`."""
+        """Prints it, and writes `results.json`, `figure.png` and `card.png`."""
         settings = dataclasses.asdict(config)
         del settings["output"]
         cores = len(os.sched_getaffinity(0))
@@ -58,6 +58,7 @@ class Results:
             "machine": f"JAX {jax.__version__}, {cores} cores",
         }
         plots.save(figure, folder / "figure.png")
+        plots.save_card(figure, folder / "card.png")
         text = json.dumps(dataclasses.asdict(self) | about, indent=1)
         (folder / "results.json").write_text(text + "\n")
 

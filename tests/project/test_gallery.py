@@ -13,11 +13,13 @@ from typing import get_args
 import jax
 import numpy as np
 import pytest
+from matplotlib import image
+from matplotlib.figure import Figure
 
 import drjax
 from benchmarks import lines
 from examples.algorithms import population
-from examples.common import clients
+from examples.common import clients, plots
 from examples.common.results import (
     Badge,
     is_less,
@@ -107,6 +109,7 @@ def test_each_has_a_short_form_and_committed_results():
     for name in EXAMPLES:
         results = json.loads((ROOT / f"docs/gallery/{name}/results.json").read_text())
         assert results["cpu_seconds"] <= 2 * 300  # five minutes of two cores
+        assert (ROOT / f"docs/gallery/{name}/card.png").exists()
 
 
 def test_each_is_in_one_group_of_the_index():
@@ -269,6 +272,7 @@ def test_a_short_run_writes_its_results(name, tmp_path, capsys):
     the_same(written["numbers"], result.numbers)
     assert len({len(row) for row in [written["columns"], *written["table"]]}) == 1
     assert (tmp_path / "figure.png").stat().st_size > 10_000
+    assert (tmp_path / "card.png").stat().st_size > 5_000
     assert result.measured in capsys.readouterr().out
 
 
@@ -279,6 +283,21 @@ def test_results_are_the_same_on_all_devices_and_chunks(name, tmp_path):
     for devices, groups in (1, 3), (2, 1), (4, 2), (8, None):
         settings = {"devices": devices, "groups_per_step": groups}
         the_same(numbers, run(name, tmp_path, **settings).numbers)
+
+
+@pytest.mark.parametrize("panels", [1, 2, 3])
+def test_a_card_has_the_first_panel(panels, tmp_path):
+    figure = Figure(figsize=(3 * panels, 3), layout="constrained")
+    for i, axes in enumerate(figure.subplots(1, panels, squeeze=False)[0]):
+        points = axes.scatter([0, 1], [0, 1], c=[0, 1], vmin=i)
+    figure.colorbar(points)
+    plots.save(figure, tmp_path / "figure.png")
+    plots.save_card(figure, tmp_path / "card.png")
+    whole, card = (
+        image.imread(tmp_path / f"{x}.png").shape for x in ("figure", "card")
+    )
+    assert 0.7 < card[0] / whole[0] <= 1
+    assert 0.7 < panels * card[1] / whole[1] < 1.1
 
 
 # ---------------------------------------------------------------------------------
