@@ -17,7 +17,7 @@ import sys
 import textwrap
 import tomllib
 from pathlib import Path
-from urllib.parse import urljoin
+from urllib.parse import urljoin, urlsplit
 
 import jupytext
 from docutils import nodes
@@ -130,7 +130,7 @@ html_theme_options = {
     "secondary_sidebar_items": "page-toc notebook edit-this-page sourcelink".split(),
 }
 sitemap_url_scheme, sitemap_show_lastmod = "{link}", False
-sitemap_excludes = ["search.html", "genindex.html", "_modules/*"]
+sitemap_excludes = ["404.html", "search.html", "genindex.html", "_modules/*"]
 
 # The pages of a section, as a table of contents; those of the gallery follow its links.
 CONTENTS = {
@@ -305,6 +305,8 @@ def describe(app, page, template, context, doctree) -> None:
         'property="og:image"': urljoin(html_baseurl, "_static/social.png"),
         'property="og:site_name"': project,
     }
+    if page == "404":  # shown at any address: its links are from the site's start
+        context["metatags"] += f'<base href="{urlsplit(html_baseurl).path}">\n'
     context["metatags"] += "".join(
         f'<meta {name} content="{html.escape(text)}">\n' for name, text in tags.items()
     )
