@@ -312,6 +312,14 @@ def describe(app, page, template, context, doctree) -> None:
     )
 
 
+def break_names(app, page, template, context, doctree) -> None:
+    """Long names in code may break, on a phone, behind a dot or an underscore."""
+    may_break = lambda name: re.sub(r"(?<=[._(])(?=\w)", "<wbr>", name[0])
+    context["body"] = re.sub(
+        r'(?<=<span class="pre">)[^<]{28,}', may_break, context.get("body", "")
+    )
+
+
 def write_indexes(app, exception) -> None:
     """The versions of the site, and `llms.txt`: its pages, for language models."""
     if exception is not None:
@@ -387,5 +395,6 @@ def setup(app) -> None:
     app.connect("doctree-read", link_to_repository)
     app.connect("autodoc-process-docstring", fix_docstring, priority=400)
     app.connect("html-page-context", describe)
+    app.connect("html-page-context", break_names)
     app.connect("build-finished", write_indexes)
     app.connect("build-finished", write_notebooks)
