@@ -119,6 +119,12 @@ def test_pages_run_in_a_bare_process():
             assert not {"benchmarks", "examples", "experiments"} & {*imported}, name
 
 
+def test_the_first_page_has_the_program_of_the_readme():
+    readme = (ROOT / "README.md").read_text()
+    (program,) = re.findall(r"^```python\n(.*?)^```", readme, re.M | re.S)
+    assert f"```{{code-cell}}\n{program}```" in PAGES["index.md"]
+
+
 def test_pages_are_short():
     for name, text in PAGES.items():
         prose = re.sub(r"^\|.*", "", CODE.sub("", PART.sub("", text)), flags=re.M)
