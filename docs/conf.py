@@ -132,7 +132,8 @@ html_theme_options = {
 sitemap_url_scheme, sitemap_show_lastmod = "{link}", False
 sitemap_excludes = ["404.html", "search.html", "genindex.html", "_modules/*"]
 
-# The pages of a section, as a table of contents; those of the gallery follow its links.
+# The pages of a section, as a table of contents; those of the gallery, and those that
+# are not named, follow the links of the section's page.
 CONTENTS = {
     "api/index": "programs blocks plans backends primitives errors",
     "engines/index": "ray beam flower secure_sums data failures",
@@ -141,10 +142,10 @@ CONTENTS = {
     "explanation/index": "/concepts /glossary /plans /plan_files /sharp_edges *",
     "gallery/index": "*",
     "get_started/index": "/coming_from /versions changelog",
-    "howto/index": "* /engines/index /answers",
+    "howto/index": "",
     "plan_files": "plan_file_format",
     "plans": "plan_examples",
-    "tutorials/index": "diloco maml many_groups *",
+    "tutorials/index": "",
 }
 
 
@@ -229,8 +230,9 @@ def add_contents(app, name, source) -> None:
         )
     if name == "api/index":
         source[0] = entry_tables(source[0])
-    if pages := CONTENTS.get(name):
-        tables = {"": pages.split()}
+    if name in CONTENTS:
+        linked = re.findall(r"^[*|] \[[^]]+\]\((.+?)\.md\)", source[0], re.M)
+        tables = {"": CONTENTS[name].split() or linked}
         if name == "gallery/index":
             tables = gallery_contents(source[0])
             source[0] = as_grid(source[0])
