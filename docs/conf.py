@@ -316,10 +316,15 @@ def describe(app, page, template, context, doctree) -> None:
 
 def break_names(app, page, template, context, doctree) -> None:
     """Long names in code may break, on a phone, behind a dot or an underscore."""
-    may_break = lambda name: re.sub(r"(?<=[._(])(?=\w)", "<wbr>", name[0])
-    context["body"] = re.sub(
-        r'(?<=<span class="pre">)[^<]{28,}', may_break, context.get("body", "")
-    )
+
+    def long_word(match: re.Match) -> str:
+        if len(html.unescape(match[1])) < 26:
+            return match[0]
+        word = re.sub(r"(?<=[._(])(?=\w)", "<wbr>", match[1])
+        return f'<span class="pre long">{word}</span>'
+
+    words = r'<span class="pre">([^<]+)</span>'
+    context["body"] = re.sub(words, long_word, context.get("body", ""))
 
 
 def write_indexes(app, exception) -> None:
