@@ -120,6 +120,13 @@ def integer_of(value: Any) -> int | None:
 def _check_size(name: str, size: Any) -> int:
     """Check that a partition's size is a positive integer, and return the `int`."""
     number = integer_of(size)
+    if number is None and isinstance(size, Mapping):
+        levels = ", ".join(f"{key}={n!r}" for key, n in size.items())
+        raise DrjaxTypeError(
+            f"Partition {name!r} needs a size that is a positive integer, got the "
+            f"mapping {dict(size)!r}. Levels are keywords of their own: "
+            f"@drjax.program({levels}), or placements={dict(size)!r}."
+        )
     if number is None:
         raise DrjaxTypeError(
             f"Partition {name!r} needs a size that is a positive integer, got "

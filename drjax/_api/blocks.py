@@ -19,6 +19,7 @@ from drjax._api.levels import (
     Outer,
     Over,
     check_alone,
+    check_axes,
     in_next_level,
     mesh_argument,
     over_levels,
@@ -36,13 +37,12 @@ from drjax._api.trace_map import call_mapped
 from drjax._api.validate import flatten, flatten_partitioned
 from drjax._compat.types import Array, PyTree, Tree
 from drjax._context import current_scope, resolve_partition
-from drjax._errors import DrjaxTypeError, DrjaxValueError
+from drjax._errors import DrjaxTypeError
 from drjax._jaxprs.prng_keys import on_raw
 from drjax._partition import (
     Partition,
     as_partition,
     attached_levels,
-    show_levels,
 )
 from drjax._primitives.collectives import broadcast_p, gather_p, scatter_p
 from drjax._primitives.partition_index import partition_index_p
@@ -106,7 +106,7 @@ def _index_outwards(
     return first.reshape(-1, *[1] * (within.ndim - 1)) * size + within
 
 
-@over_levels("x", outer=_inwards("broadcast"))
+@over_levels("x", outer=_inwards("broadcast"), own_axes=True)
 def broadcast(
     x: PyTree,
     *,
@@ -393,14 +393,8 @@ def _shard_levels(tree: PyTree, mesh: MeshLike, levels: Sequence[Partition]) -> 
     mesh lacks the axes of all levels, or there is none, the arrays are on the default
     device.
     """
+    check_axes("shard", {"tree": tree}, levels, mesh)
     leaves, treedef = flatten("shard", tree, "tree")
-    lead = tuple(p.size for p in levels)
-    for leaf in leaves:
-        if leaf.shape[: len(lead)] != lead:
-            raise DrjaxValueError(
-                f"drjax.shard needs arrays {list(lead)} and more axes, one slice for "
-                f"each group of {show_levels(levels)}, got shape {leaf.shape}."
-            )
     mesh = current_scope().mesh if mesh is None else mesh
     placed = [host_sharding(p, mesh) for p in levels]
     on_mesh = [s for s in placed if s is not None]

@@ -22,15 +22,19 @@ its values have the leading axes of all levels above.
 import contextlib
 import functools
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from drjax._api.trace_map import call_mapped
 from drjax._api.validate import flatten_partitioned
-from drjax._compat.types import PyTree
+from drjax._compat.types import Mesh, PyTree
 from drjax._context import Scope, current_scope, enter_level, scope_context
+from drjax._error_texts import listed
 from drjax._errors import DrjaxTypeError, DrjaxValueError, ScopeError
 from drjax._partition import Partition, attached_levels, show_levels
 from drjax._sharding.layout import find_mesh, make_layout
@@ -43,7 +47,9 @@ Outer: TypeAlias = Callable[
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def over_levels(*partitioned: str, outer: Outer | None = None) -> Callable[[F], F]:
+def over_levels(
+    *partitioned: str, outer: Outer | None = None, own_axes: bool = False
+) -> Callable[[F], F]:
     """Make the decorator by which a building block acts on the levels of a program.
 
     `@drjax.program(pods=2, groups=4)` has the levels pods and groups. The building
@@ -58,6 +64,10 @@ def over_levels(*partitioned: str, outer: Outer | None = None) -> Callable[[F], 
     that it may change; `inner(**arguments)` runs it over all of these levels but the
     first, in each group of that one. It returns the result of the building block. None:
     to act on several levels is an error.
+
+    The partitioned arguments have the leading axes of all levels down to the innermost
+    one in `over`; with `own_axes`, those of the levels in `over` are left to the
+    building block, which adds them, or takes axes of other sizes.
 
     The signature of the building block has the parameter `over`, too, but no call of it
     passes `over`.
@@ -79,6 +89,14 @@ def over_levels(*partitioned: str, outer: Outer | None = None) -> Callable[[F], 
                     check_alone(name, over)
                     return block(**arguments)
                 acted_on = select_levels(name, over, levels)
+                around = levels[: levels.index(acted_on[-1]) + 1]
+                if outer is None and len(acted_on) > 1:
+                    raise _one_level_error(name, acted_on)
+                if own_axes:
+                    around = tuple(p for p in around if p not in acted_on)
+                if len(levels) > 1:
+                    chosen = {k: arguments[k] for k in partitioned if k in arguments}
+                    check_axes(name, chosen, around, arguments.get("mesh"))
                 return run(levels, acted_on, arguments)
 
         def run(
@@ -89,8 +107,6 @@ def over_levels(*partitioned: str, outer: Outer | None = None) -> Callable[[F], 
             first = levels[0]
             if acted_on == (first,):
                 return block(**arguments)
-            if len(acted_on) > 1 and outer is None:
-                raise _one_level_error(name, acted_on)
             rest = tuple(p for p in acted_on if p != first)
 
             def inner(**arguments: Any) -> PyTree:
@@ -223,6 +239,63 @@ def select_levels(
             f"may act here, each at most once, got {over!r}."
         )
     return tuple(p for p in levels if p.name in names)
+
+
+def check_axes(
+    name: str,
+    arguments: dict[str, Any],
+    levels: Sequence[Partition],
+    mesh: Mesh | None = None,
+) -> None:
+    """Check that values have the leading axes of some levels, outermost first.
+
+    It is called with what the user passed, before any level is mapped over, so that the
+    error names the called block, and shows whole shapes. Leaves that are no arrays are
+    left to the checks of the block.
+    """
+    mesh = current_scope().mesh if mesh is None else mesh
+    layouts = [make_layout(p, find_mesh(p, mesh)) for p in levels]
+    lead = tuple(layout.group_axis_size for layout in layouts)
+    wrong: list[tuple[str, tuple[int, ...]]] = []
+    for key, tree in arguments.items():
+        tree = _mask_as_array(key, tree)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            if isinstance(leaf, _ARRAYS) and jnp.shape(leaf)[: len(lead)] != lead:
+                wrong.append((key + jax.tree_util.keystr(path), jnp.shape(leaf)))
+    if wrong:
+        shown = show_levels(levels) if len(levels) > 1 else f"level {levels[0]}"
+        raise DrjaxValueError(
+            f"drjax.{name} needs values with the leading axes "
+            f"[{', '.join(map(str, lead))}, ...] of {shown}, but got:\n"
+            + listed([f"  {key}: shape {shape}" for key, shape in wrong])
+            + f"\n{_fix_of_axes(name, *wrong[0], lead, levels)}"
+        )
+
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+
+
+def _fix_of_axes(
+    name: str,
+    key: str,
+    shape: tuple[int, ...],
+    lead: tuple[int, ...],
+    levels: Sequence[Partition],
+) -> str:
+    """Say how to fix a value `key` whose leading axes are not `lead`, of the levels."""
+    if len(lead) > 1 and shape[:1] == (math.prod(lead),):
+        sizes = ", ".join(map(str, lead))
+        return f"Divide its first axis: {key}.reshape({sizes}, *{key}.shape[1:])."
+    if name == "shard":
+        return "Give each group one slice, or pass partition= with one of the levels."
+    if len(lead) > 1 and shape[:1] == lead[:1]:
+        first = levels[0]
+        return f"If it has one slice for each of {first}, pass over={first.name!r}."
+    return (
+        "A value of a level has the axes of all levels around it, too. Pass over= to "
+        "act on others, or use drjax.broadcast to give each group a copy of a global "
+        "value."
+    )
 
 
 def _next_level(partition: Partition) -> Partition:

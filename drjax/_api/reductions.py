@@ -65,6 +65,9 @@ def _between_outer(arguments: dict[str, Any]) -> dict[str, Any]:
     return {k: arguments.pop(k) for k in names if k in arguments}
 
 
+_NO_OPTIONS: dict[str, Any] = {"wire": None, "result": None}
+
+
 def _sum_outwards(
     arguments: dict[str, Any], inner: Callable[..., PyTree], over: tuple[str, ...]
 ) -> PyTree:
@@ -87,9 +90,13 @@ def _mean_outwards(
     for leaf in leaves:
         check_numeric("reduce_mean", leaf)
     check_default("reduce_mean", arguments.get("default"))
-    wide = tree.unflatten([leaf.astype(_wide(leaf.dtype)) for leaf in leaves])
-    options = _between_outer(arguments) | mesh_argument(arguments)
-    sums = reduce_sum(wide, over=over, **options)
+    options = _between_outer(arguments)
+    checked = collective_options("reduce_mean", **{**_NO_OPTIONS, **options})
+    wide = [leaf.astype(_wide(leaf.dtype)) for leaf in leaves]
+    for leaf in wide:
+        check_encodable("reduce_mean", leaf, checked)
+    options |= mesh_argument(arguments)
+    sums = reduce_sum(tree.unflatten(wide), over=over, **options)
     n = math.prod(p.size for p in current_scope().open_levels if p.name in over)
     dtypes = tree.unflatten([_mean_dtype(leaf.dtype) for leaf in leaves])
     return jax.tree.map(lambda x, dtype: (x / n).astype(dtype), sums, dtypes)
@@ -106,6 +113,7 @@ def _weighted_mean_outwards(
     block = "reduce_weighted_mean" if "w" in arguments else "reduce_mean"
     default = check_default(block, arguments.pop("default", None))
     options = _between_outer(arguments)
+    checked = collective_options(block, **{**_NO_OPTIONS, **options})
     mesh = mesh_argument(arguments)
 
     def parts(
@@ -118,7 +126,10 @@ def _weighted_mean_outwards(
     ) -> tuple[list[GlobalArray], list[GlobalArray]]:
         params = resolve(block, mesh, None)
         mask = participation_mask(block, where, by, num, params)
-        return _weighted_sums(block, x, w, mask, {}, params)
+        sums = _weighted_sums(block, x, w, mask, {}, params)
+        for share in sums[0]:
+            check_encodable(block, share, checked)
+        return sums
 
     def combine(sums: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
         shares, totals = sums

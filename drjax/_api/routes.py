@@ -49,7 +49,7 @@ from drjax._sharding.execute import as_operand
 from drjax._sharding.layout import make_layout
 
 
-@over_levels("x")
+@over_levels("x", own_axes=True)
 def take(
     x: Tree,
     index: ArrayLike | Sequence[int],
@@ -108,7 +108,7 @@ def take(
     return _take("take", x, index, params)
 
 
-@over_levels("x", "into")
+@over_levels("x", "into", own_axes=True)
 def put(
     x: Tree,
     index: ArrayLike | Sequence[int],

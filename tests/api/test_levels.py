@@ -471,13 +471,91 @@ def test_over_with_an_explicit_partition():
     raises(drjax.DrjaxValueError, text, lambda: as_partition(PROGRAM))
 
 
-def test_values_without_both_axes():
-    text = "with leading axis [4, ...], but got:"
-    raises(drjax.DrjaxValueError, text, two(lambda: drjax.reduce_sum(X[0])))
-    text = "over groups:8, with leading axis [8, ...], but got:"
-    raises(drjax.DrjaxValueError, text, two(lambda: drjax.reduce_sum(X[:, 0])))
-    text = "drjax.shard needs arrays [4, 8] and more axes"
-    raises(drjax.DrjaxValueError, text, lambda: drjax.shard(X[0], partition=PROGRAM))
+# Blocks that act on several levels, and those that act on one.
+OF_SEVERAL: dict[str, Callable] = {
+    "map_fn": lambda x, **k: drjax.map_fn(lambda a: a, x, **k),
+    "gather": lambda x, **k: drjax.gather(x, **k),
+    "scatter": lambda x, **k: drjax.scatter(x, **k),
+    "reduce_sum": lambda x, **k: drjax.reduce_sum(x, **k),
+    "reduce_mean": lambda x, **k: drjax.reduce_mean(x, **k),
+    "reduce_mean(where)": lambda x, **k: drjax.reduce_mean(x, where=W > 0, **k),
+    "reduce_weighted_mean": lambda x, **k: drjax.reduce_weighted_mean(x, W, **k),
+    "reduce_max": lambda x, **k: drjax.reduce_max(x, **k),
+    "reduce_min": lambda x, **k: drjax.reduce_min(x, **k),
+}
+OF_ONE: dict[str, Callable] = {
+    "broadcast": lambda x, **k: drjax.broadcast(x, **k),
+    "reduce_argmax": lambda x, **k: drjax.reduce_argmax(x, **k),
+    "reduce_argmin": lambda x, **k: drjax.reduce_argmin(x, **k),
+    "reduce_columns": lambda x, **k: drjax.reduce_columns(jnp.median, x, **k),
+    "reduce": lambda x, **k: drjax.reduce(jnp.add, x, {"ok": 0, "bad": 0}, **k),
+    "select": lambda x, **k: drjax.select(x, 0, **k),
+    "take": lambda x, **k: drjax.take(x, SWAP, **k),
+    "put": lambda x, **k: drjax.put(x, SWAP, **k),
+    "shift": lambda x, **k: drjax.shift(x, 1, **k),
+}
+BOTH_LEVELS = ("pods", "groups")
+CALLS = [
+    *((block, over) for block in OF_SEVERAL for over in (None, "groups", BOTH_LEVELS)),
+    *((block, "groups") for block in OF_ONE),
+]
+
+
+@pytest.mark.parametrize("block, over", CALLS)
+def test_values_without_the_axes_of_levels(block, over):
+    """The error names the block that was called, and shows whole shapes."""
+    call = (OF_SEVERAL | OF_ONE)[block]
+    outer = block in ("broadcast", "take", "put")
+    axes = "[4, ...] of level pods:4" if outer else "[4, 8, ...] of levels pods:4 and"
+    text = f"drjax.{block.split('(')[0]} needs values with the leading axes {axes}"
+    x = {"ok": W, "bad": jnp.ones(32)}
+    result = raises(drjax.DrjaxValueError, text, two(lambda x: call(x, over=over)), x)
+    name = "arg" if block == "map_fn" else "x"
+    assert f"but got:\n  {name}['bad']: shape (32,)\n" in result
+    assert "ok" not in result
+    fix = (
+        f"Divide its first axis: {name}['bad'].reshape(4, 8, *{name}['bad'].shape[1:])."
+    )
+    assert outer or fix in result
+
+
+def test_values_with_axes_of_other_levels():
+    text = "drjax.reduce_mean needs values with the leading axes [4, 8, ...] of levels "
+    result = raises(
+        drjax.DrjaxValueError, text, two(lambda: drjax.reduce_mean(X[:, 0]))
+    )
+    assert "If it has one slice for each of pods:4, pass over='pods'." in result
+    result = raises(drjax.DrjaxValueError, text, two(lambda: drjax.reduce_mean(X[0])))
+    assert "use drjax.broadcast to give each group a copy" in result
+    where = lambda: drjax.reduce_mean(X, where=[True] * 8)
+    result = raises(drjax.DrjaxValueError, text, two(where))
+    assert "but got:\n  where: shape (8,)\n" in result
+    text = "drjax.shard needs values with the leading axes [4, 8, ...] of levels pods:4"
+    for x in (X[0], X[:, 0]):
+        result = raises(drjax.DrjaxValueError, text, drjax.shard, x, partition=PROGRAM)
+        assert "Give each group one slice" in result and "over=" not in result
+
+
+SUMS = [block for block in OF_SEVERAL if "mean" in block or "sum" in block]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "needs wire= as a dtype": {"wire": 8},
+    "needs result= as": {"result": "whole"},
+    "with wire= needs leaves of real floats, got complex64": {"wire": "int8"},
+}
+
+
+@pytest.mark.parametrize("text", OPTIONS)
+@pytest.mark.parametrize("over", [None, "groups"])
+@pytest.mark.parametrize("block", SUMS)
+def test_wrong_options_over_levels(block, over, text):
+    options = {"over": over} | OPTIONS[text]
+    call = two(lambda x: OF_SEVERAL[block](x, **options))
+    raises(drjax.DrjaxError, f"drjax.{block.split('(')[0]} {text}", call, X + 1j)
+
+
+def test_sizes_of_levels_as_the_size_of_one():
+    text = "Levels are keywords of their own: @drjax.program(pods=2, groups=4)"
+    raises(drjax.DrjaxTypeError, text, drjax.program, partition_size=BOTH)
 
 
 @pytest.mark.parametrize("axes", ["pods", ("pods", "groups"), {"pod": "a"}])
