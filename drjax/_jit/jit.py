@@ -117,8 +117,10 @@ def jit(
 
     Source: Rush et al. 2024, sections 4 and 5.
     """
+    groups = step_size.checked(
+        "drjax.jit", groups_per_step, memory_budget, ("auto", "tune")
+    )
     tune = isinstance(groups_per_step, str) and groups_per_step == "tune"
-    groups = step_size.checked("auto" if tune else groups_per_step, memory_budget)
     if residuals not in (None, "recompute", "store"):
         raise DrjaxValueError(
             f'drjax.jit needs residuals="recompute" or "store", got {residuals!r}.'

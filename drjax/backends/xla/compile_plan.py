@@ -81,7 +81,9 @@ def compile(
       >>> print(jax.jit(run)(jnp.arange(4.0)))
       14.0
     """
-    step = step_size.checked(groups_per_step, memory_budget)
+    step = step_size.checked(
+        "drjax.backends.xla.compile", groups_per_step, memory_budget
+    )
     if kept := Keep(plan, keep):
         return KeptRun(kept, lambda inputs: run_flat(plan, inputs, step, mesh), mesh)
 

@@ -41,32 +41,41 @@ class Fit:
 GroupsPerStep = int | None | Fit
 
 
-def checked(groups_per_step: Any, memory_budget: Any) -> GroupsPerStep:
+def checked(
+    caller: str,
+    groups_per_step: Any,
+    memory_budget: Any,
+    words: Sequence[str] = ("auto",),
+) -> GroupsPerStep:
     """Validate the options `groups_per_step` and `memory_budget`, and return one value.
 
-    `memory_budget` is in bytes of temporary memory for each device, and goes only with
-    `"auto"`, for which the result is a `Fit`.
+    `caller` is the public name of what takes them, for errors, and `words` are the
+    strings that it takes as `groups_per_step`. `memory_budget` is in bytes of temporary
+    memory for each device, and goes only with these, for which the result is a `Fit`.
     """
+    quoted = [f'"{word}"' for word in words]
     if memory_budget is not None:
-        memory_budget = _positive("memory_budget", memory_budget, 'bytes with "auto"')
+        with_words = f"bytes with {' or '.join(quoted)}"
+        memory_budget = _positive(caller, "memory_budget", memory_budget, with_words)
         if not isinstance(groups_per_step, str):
             raise DrjaxValueError(
-                'memory_budget= is for groups_per_step="auto", got groups_per_step='
-                f"{groups_per_step!r}."
+                f"{caller} takes memory_budget= with groups_per_step="
+                f"{' or '.join(quoted)}, got groups_per_step={groups_per_step!r}."
             )
     if groups_per_step is None:
         return None
+    otherwise = f"{', '.join(quoted)} or None"
     if isinstance(groups_per_step, str):
-        if groups_per_step != "auto":
+        if groups_per_step not in words:
             raise DrjaxValueError(
-                'drjax needs groups_per_step as a positive int, "auto" or None, got '
+                f"{caller} needs groups_per_step as a positive int, {otherwise}, got "
                 f"{groups_per_step!r}."
             )
         return Fit(memory_budget)
-    return _positive("groups_per_step", groups_per_step, '"auto" or None')
+    return _positive(caller, "groups_per_step", groups_per_step, otherwise)
 
 
-def _positive(name: str, value: Any, otherwise: str) -> int:
+def _positive(caller: str, name: str, value: Any, otherwise: str) -> int:
     """Check that an option is a positive integer, and return it as an int.
 
     `otherwise` is for errors: the other values that the option may have.
@@ -74,11 +83,11 @@ def _positive(name: str, value: Any, otherwise: str) -> int:
     number = integer_of(value)
     if number is None:
         raise DrjaxTypeError(
-            f"drjax needs {name} as a positive int, {otherwise}, got {value!r}."
+            f"{caller} needs {name} as a positive int, {otherwise}, got {value!r}."
         )
     if number < 1:
         raise DrjaxValueError(
-            f"drjax needs at least one in {name}, got {name}={value}. "
+            f"{caller} needs at least one in {name}, got {name}={value}. "
             "groups_per_step=None works on all of a device's groups at once."
         )
     return number

@@ -5,6 +5,7 @@ Covers: drjax.backends.xla.step_size.
 
 import logging
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from drjax.backends.xla import step_size
 from tests.helpers.compiled import hlo_text, temp_bytes
 from tests.helpers.maml import make_parallel_maml_loss, maml_args
 from tests.helpers.meshes import in_mesh_of
+from tests.helpers.raising import raises
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
 
@@ -74,24 +76,32 @@ def test_the_backend_takes_it_too():
     np.testing.assert_allclose(run(*args), fn(*args), rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "options, error, text",
-    [
-        ({"groups_per_step": "most"}, drjax.DrjaxValueError, '"auto" or None'),
-        ({"memory_budget": 10}, drjax.DrjaxValueError, 'is for groups_per_step="auto"'),
-        (
-            {"groups_per_step": "auto", "memory_budget": 0}, drjax.DrjaxValueError,
-            "at least one in memory_budget",
-        ),
-        (
-            {"groups_per_step": "auto", "memory_budget": 1e6}, drjax.DrjaxTypeError,
-            "memory_budget as a positive int",
-        ),
-    ],
-)  # fmt: skip
+WRONG: list[tuple[dict[str, Any], Any, str]] = [
+    ({"groups_per_step": "most"}, drjax.DrjaxValueError,
+     "needs groups_per_step as a positive int, {words} or None, got 'most'."),
+    ({"groups_per_step": "Auto"}, drjax.DrjaxValueError,
+     "needs groups_per_step as a positive int, {words} or None, got 'Auto'."),
+    ({"groups_per_step": 2.5}, drjax.DrjaxTypeError,
+     "needs groups_per_step as a positive int, {words} or None, got 2.5."),
+    ({"memory_budget": 10}, drjax.DrjaxValueError,
+     "takes memory_budget= with groups_per_step={or_words}, got groups_per_step=None."),
+    ({"groups_per_step": "auto", "memory_budget": 0}, drjax.DrjaxValueError,
+     "needs at least one in memory_budget, got memory_budget=0."),
+    ({"groups_per_step": "auto", "memory_budget": 1e6}, drjax.DrjaxTypeError,
+     "needs memory_budget as a positive int, bytes with {or_words}, got 1000000.0."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options, error, text", WRONG)
 def test_wrong_options(options, error, text):
-    with pytest.raises(error, match=text):
-        drjax.jit(lambda x: x, **options)
+    """The error has all words that the called function takes, and its name."""
+    words = dict(words='"auto", "tune"', or_words='"auto" or "tune"')
+    needs = f"drjax.jit {text.format_map(words)}"
+    raises(error, needs, drjax.jit, lambda x: x, **options)
+    words = dict(words='"auto"', or_words='"auto"')
+    plan = drjax.make_plan(lambda x: x)(1.0)
+    needs = f"drjax.backends.xla.compile {text.format_map(words)}"
+    raises(error, needs, drjax.backends.xla.compile, plan, **options)
 
 
 def test_a_manual_mesh_has_no_devices_to_ask():
