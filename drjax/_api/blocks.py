@@ -34,7 +34,7 @@ from drjax._api.resolve import (
     resolve,
 )
 from drjax._api.trace_map import call_mapped
-from drjax._api.validate import flatten, flatten_partitioned
+from drjax._api.validate import checks_keywords, flatten, flatten_partitioned
 from drjax._compat.types import Array, PyTree, Tree
 from drjax._context import current_scope, resolve_partition
 from drjax._errors import DrjaxTypeError
@@ -283,6 +283,7 @@ def scatter(
     return tree.unflatten(bind_global(leaves, params, scatter_p.bind))
 
 
+@checks_keywords
 def partition_index(
     *, over: Over = None, mesh: MeshLike = None, partition: PartitionLike = None
 ) -> jax.Array:
@@ -317,6 +318,7 @@ def partition_index(
     return index
 
 
+@checks_keywords
 def partition_size(*, over: Over = None, partition: PartitionLike = None) -> int:
     """The number n of groups, a Python int.
 
@@ -344,6 +346,7 @@ def partition_size(*, over: Over = None, partition: PartitionLike = None) -> int
     return math.prod(p.size for p in acted_on)
 
 
+@checks_keywords
 def shard(
     tree: PyTree, mesh: MeshLike = None, *, partition: PartitionLike = None
 ) -> PyTree:

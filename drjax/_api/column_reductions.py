@@ -107,7 +107,7 @@ def _reduce_leaf(
         outs, out_tree = jax.tree_util.tree_flatten_with_path(fn(column))
         what, fix = f"the result of {name}", "Return arrays or numbers."
         outs = [as_array("reduce_columns", what, *leaf, fix) for leaf in outs]
-        return [promote_sum(y) for y in outs] if add else outs
+        return [promote_sum("reduce_columns", y) for y in outs] if add else outs
 
     jaxpr, consts = _trace(flat_fn, x, coordinates, layout, name)
     outs = map_columns_p.bind(

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from drjax._api.trace_map import call_mapped
-from drjax._api.validate import flatten_partitioned
+from drjax._api.validate import check_keywords, flatten_partitioned
 from drjax._compat.types import Mesh, PyTree
 from drjax._context import Scope, current_scope, enter_level, scope_context
 from drjax._error_texts import listed
@@ -75,13 +75,16 @@ def over_levels(
 
     def decorate(block: F) -> F:
         name, signature = block.__name__, inspect.signature(block)
+        parameters = signature.parameters
 
         @functools.wraps(block)
         def call(*args: Any, **kwargs: Any) -> PyTree:
+            if kwargs:
+                check_keywords(name, parameters, kwargs)
             scope, explicit = current_scope(), kwargs.get("partition")
             if not (scope.levels or explicit is not None or "over" in kwargs):
                 return block(*args, **kwargs)  # a program with one partition
-            arguments = signature.bind(*args, **kwargs).arguments
+            arguments = _bound(name, signature, args, kwargs)
             over = arguments.pop("over", None)
             with _explicit_levels(name, arguments, scope):
                 levels = current_scope().open_levels
@@ -121,6 +124,18 @@ def over_levels(
         return call  # pyright: ignore[reportReturnType]  (functools.wraps)
 
     return decorate
+
+
+def _bound(
+    name: str, signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a call by name, without those that it leaves out."""
+    try:
+        return signature.bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise DrjaxTypeError(
+            f"drjax.{name} takes {', '.join(signature.parameters)}: {error}."
+        ) from None
 
 
 def reduce_parts(

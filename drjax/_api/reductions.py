@@ -236,7 +236,7 @@ def reduce_sum(
 
     def summand(leaf: PartitionedArray) -> PartitionedArray:
         check_numeric("reduce_sum", leaf)
-        leaf = promote_sum(keep_slices(mask, leaf, 0, **params))
+        leaf = promote_sum("reduce_sum", keep_slices(mask, leaf, 0, **params))
         check_encodable("reduce_sum", leaf, options)
         return leaf
 
@@ -525,11 +525,17 @@ def check_numeric(block: str, leaf: Array) -> None:
         )
 
 
-def promote_sum(leaf: Array) -> Array:
+def promote_sum(block: str, leaf: Array) -> Array:
     """Cast an array to the dtype of its `jnp.sum`, which promotes ints and bools."""
     if jnp.issubdtype(leaf.dtype, jnp.inexact):
         return leaf
-    return leaf.astype(_sum_dtype(leaf.dtype))
+    try:
+        return leaf.astype(_sum_dtype(leaf.dtype))
+    except ValueError:  # of jnp.sum, for integers of less than 8 bits
+        raise DrjaxTypeError(
+            f"drjax.{block} needs numbers that jnp.sum adds up, got {leaf.dtype}. Cast "
+            "them, as by x.astype('int8')."
+        ) from None
 
 
 @_compat.cache()

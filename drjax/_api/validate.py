@@ -6,10 +6,12 @@ needed, what was passed, and the fix. Sharp edge: Python numbers and NumPy array
 JAX arrays, with JAX's default dtypes.
 """
 
+import difflib
+import functools
 import inspect
 import types
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,9 @@ from drjax._compat.types import Array, PartitionedArray, PyTree, PyTreeDef
 from drjax._error_texts import brief, listed, unstacked, where_it_goes
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._partition import Partition
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def flatten(block: str, tree: PyTree, name: str = "x") -> tuple[list[Array], PyTreeDef]:
@@ -205,6 +210,49 @@ def check_plain_function(caller: str, fn: Any) -> None:
                     f"{kind}: its body would run after the partition has gone out of "
                     "scope. Return the results instead."
                 )
+
+
+def check_keywords(
+    block: str, parameters: Mapping[str, Any], keywords: Mapping[str, Any]
+) -> None:
+    """Raise `DrjaxTypeError` if a building block has no parameter for a keyword."""
+    if unknown := [key for key in keywords if key not in parameters]:
+        got = unknown[0]
+        close = difflib.get_close_matches(got, parameters, n=1)
+        meant = f"Did you mean {close[0]!r}?" if close else ""
+        fix = _INSTEAD.get((block, got)) or _INSTEAD.get(got) or meant
+        raise DrjaxTypeError(
+            f"drjax.{block} takes {', '.join(parameters)}, got the keyword "
+            f"{got!r}. {fix}".rstrip()
+        )
+
+
+# What to write in place of keywords that other functions have.
+_INSTEAD: dict[str | tuple[str, str], str] = {
+    ("reduce_columns", "where"): (
+        "fn sees all groups, so gather the mask and close over it: "
+        "taken = drjax.gather(where), and then drjax.reduce_columns(lambda column: "
+        "jnp.nanmedian(jnp.where(taken, column, jnp.nan)), x)."
+    ),
+    "where": "To choose groups, give where= to the reduction of the result.",
+    "axis": "It acts on the axis of the groups, the first; for others, use jax.numpy.",
+    "weights": "For weights, use drjax.reduce_weighted_mean(x, w).",
+    "weight": "For weights, use drjax.reduce_weighted_mean(x, w).",
+    "w": "For weights, use drjax.reduce_weighted_mean(x, w).",
+}
+
+
+def checks_keywords(block: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a building block without `over_levels`, to check its keywords."""
+    parameters = inspect.signature(block).parameters
+
+    @functools.wraps(block)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if kwargs:
+            check_keywords(block.__name__, parameters, kwargs)
+        return block(*args, **kwargs)
+
+    return call
 
 
 def check_accepts(fn: Callable[..., Any], args: tuple[PyTree, ...]) -> None:

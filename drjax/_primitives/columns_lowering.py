@@ -20,7 +20,7 @@ without it; its results then vary over all axes over which an operand varies.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -106,12 +106,14 @@ def evaluate_columns(
     kinds_out: Kinds,
     coordinates: Sequence[int],
     partition: Partition,
-    **_: Any,
+    mesh: Mesh | None = None,
+    name: str | None = None,
 ) -> list[Array]:
     """Apply the jaxpr of one coordinate to all coordinates, where all slices are.
 
     It does on one device what `execute_columns` does; the operands may be tracers.
     """
+    del mesh, name
     fn, local = _compat.jaxpr_as_checked_fun(jaxpr), make_layout(partition, None)
     return _run_device(local, fn, (kinds_in, kinds_out), tuple(coordinates), args)
 

@@ -3,6 +3,9 @@
 Covers: drjax._api.validate, drjax._api.resolve.
 """
 
+import inspect
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -221,3 +224,62 @@ def test_tangents_of_integers(block):
     x = np.zeros(3, jax.dtypes.float0)
     text = f"drjax.{block} needs leaves that are numbers, got dtype float0"
     raises(drjax.DrjaxTypeError, text, three(getattr(drjax, block)), x)
+
+
+# ---------------------------------------------------------------------------------
+# Keywords
+
+
+BLOCKS = [block for block in TAKES_SLICES if "(" not in block]
+OTHERS = ["broadcast", "scatter", "shard", "partition_index", "partition_size"]
+
+
+@pytest.mark.parametrize("block", BLOCKS + OTHERS)
+def test_unknown_keywords(block):
+    fn = getattr(drjax, block)
+    text = f"drjax.{block} takes {', '.join(inspect.signature(fn).parameters)}, got the"
+    for around in ({}, {"partition": {"clients": 3}}):
+        result = raises(drjax.DrjaxTypeError, text, fn, axis=0, **around)
+        assert "got the keyword 'axis'. It acts on the axis of the groups" in result
+        result = raises(drjax.DrjaxTypeError, text, fn, partitions=3, **around)
+        assert result.endswith(
+            "got the keyword 'partitions'. Did you mean 'partition'?"
+        )
+    result = raises(drjax.DrjaxTypeError, text, fn, unheard_of=0)
+    assert result.endswith("got the keyword 'unheard_of'.")
+
+
+def test_keywords_of_other_blocks():
+    text = "got the keyword 'weights'. For weights, use drjax.reduce_weighted_mean"
+    raises(drjax.DrjaxTypeError, text, three(drjax.reduce_mean), X3, weights=X3)
+    text = "got the keyword 'where'. To choose groups, give where= to the reduction"
+    raises(drjax.DrjaxTypeError, text, three(drjax.gather), X3, where=X3 > 1)
+
+
+def test_a_mask_of_columns_as_the_error_proposes():
+    options: Any = {"where": X3 > 0}
+    call = three(lambda x: drjax.reduce_columns(jnp.median, x, **options))
+    text = "taken = drjax.gather(where), and then drjax.reduce_columns(lambda column: "
+    raises(drjax.DrjaxTypeError, text, call, X3)
+
+    @three
+    def median(x, where):
+        taken = drjax.gather(where)
+        fn = lambda column: jnp.nanmedian(jnp.where(taken, column, jnp.nan))
+        return drjax.reduce_columns(fn, x)
+
+    assert drjax.jit(median)(X3, X3 > 0) == median(X3, X3 > 0) == 1.5
+
+
+def test_missing_arguments_with_a_partition():
+    text = "drjax.select takes x, i, where, over, mesh, partition: missing a required "
+    call = lambda: drjax.select(X3, partition={"clients": 3})  # pyright: ignore
+    raises(drjax.DrjaxTypeError, text + "argument: 'i'.", call)
+
+
+def test_small_integers():
+    x = jnp.ones(3, jnp.int4)
+    text = "drjax.reduce_sum needs numbers that jnp.sum adds up, got int4. Cast them"
+    raises(drjax.DrjaxTypeError, text, three(drjax.reduce_sum), x)
+    call = three(lambda x: drjax.reduce_columns(lambda c: c[0], x, sum=True))
+    raises(drjax.DrjaxTypeError, text.replace("reduce_sum", "reduce_columns"), call, x)
