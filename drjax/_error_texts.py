@@ -13,6 +13,14 @@ _MOST = 10  # leaves in one text
 _LONGEST = 300  # characters of a structure
 
 
+def called_in_two_steps(caller: str, needs: str, got: Any) -> str:
+    """Return the error for a wrong argument of `caller` in `caller(fn)(*args)`."""
+    return (
+        f"{caller} needs {needs}, got {type(got).__name__}. The arguments of the "
+        f"function go to what it returns: {caller}(fn)(*args)."
+    )
+
+
 def listed(items: Sequence[str], separator: str = "\n", what: str = "leaves") -> str:
     """Join the first ten items, and say how many more there are."""
     more = len(items) - _MOST

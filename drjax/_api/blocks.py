@@ -374,7 +374,9 @@ def shard(
       >>> x.shape
       (8, 2)
     """
-    levels = attached_levels(partition) if partition else current_scope().open_levels
+    levels = (
+        current_scope().open_levels if partition is None else attached_levels(partition)
+    )
     if len(levels) > 1:
         return _shard_levels(tree, mesh, levels)
     resolved, mesh = resolve_partition("shard", mesh, partition)

@@ -19,7 +19,13 @@ from drjax._api.levels import Over, over_levels
 from drjax._api.pure_functions import PureFunctionErrors, without_other_axes
 from drjax._api.reductions import check_numeric, promote_sum
 from drjax._api.resolve import MeshLike, PartitionLike, bind_partitioned
-from drjax._api.validate import as_array, check_plain_function, function_name
+from drjax._api.validate import (
+    as_array,
+    call_checked,
+    check_flag,
+    check_plain_function,
+    function_name,
+)
 from drjax._compat.types import Array, ClosedJaxpr, PartitionedArray, PyTree
 from drjax._errors import DrjaxTypeError
 from drjax._primitives.columns_lowering import COORDINATES, GROUPS, WHOLE
@@ -80,7 +86,13 @@ def reduce_columns(
     Source: the coordinate-wise median and trimmed mean of
     [Yin et al. 2018](https://arxiv.org/abs/1803.01498).
     """
+    if not callable(fn):
+        raise DrjaxTypeError(
+            "drjax.reduce_columns needs a function and then its argument, "
+            f"drjax.reduce_columns(fn, x), got {type(fn).__name__} as the function."
+        )
     check_plain_function("drjax.reduce_columns", fn)
+    check_flag("reduce_columns", "sum", sum)
 
     def bind(leaf: PartitionedArray, **params: Any) -> PyTree:
         check_numeric("reduce_columns", leaf)
@@ -104,7 +116,9 @@ def _reduce_leaf(
 
     def flat_fn(column: Array) -> list[Array]:
         nonlocal out_tree
-        outs, out_tree = jax.tree_util.tree_flatten_with_path(fn(column))
+        takes = "It takes one array [n], the numbers of all groups at one coordinate."
+        out = call_checked("drjax.reduce_columns", fn, (column,), takes)
+        outs, out_tree = jax.tree_util.tree_flatten_with_path(out)
         what, fix = f"the result of {name}", "Return arrays or numbers."
         outs = [as_array("reduce_columns", what, *leaf, fix) for leaf in outs]
         return [promote_sum("reduce_columns", y) for y in outs] if add else outs

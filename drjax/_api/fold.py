@@ -28,6 +28,7 @@ from drjax._api.resolve import (
 )
 from drjax._api.validate import (
     as_array,
+    call_checked,
     check_plain_function,
     flatten,
     flatten_partitioned,
@@ -280,7 +281,8 @@ def _trace(
 
     def flat_fn(*values: Array) -> list[Array]:
         states = tree.unflatten(values[:n_states]), tree.unflatten(values[n_states:])
-        out = combine(*states)
+        fix = "It takes the states of two groups, and returns one."
+        out = call_checked("drjax.reduce", combine, states, fix)
         _check_structure(name, out, tree)
         paths = jax.tree_util.tree_flatten_with_path(out)[0]
         pairs = zip(paths, leaves, strict=True)

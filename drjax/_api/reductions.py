@@ -111,6 +111,8 @@ def _weighted_mean_outwards(
     divided once.
     """
     block = "reduce_weighted_mean" if "w" in arguments else "reduce_mean"
+    if "w" in arguments:
+        _check_given(arguments["w"])
     default = check_default(block, arguments.pop("default", None))
     options = _between_outer(arguments)
     checked = collective_options(block, **{**_NO_OPTIONS, **options})
@@ -368,6 +370,7 @@ def reduce_weighted_mean(
     Source: McMahan et al. 2017, "Federated averaging", algorithm 1.
     """
     block = "reduce_weighted_mean"
+    _check_given(w)
     params = resolve(block, mesh, partition)
     mask = participation_mask(block, where, by, num, params)
     default = check_default(block, default)
@@ -506,6 +509,15 @@ def _divide(
         total = jnp.where(empty, jnp.ones((), total.dtype), total)
     total = lax.expand_dims(total, range(total.ndim, share.ndim))
     return or_default(block, share / total, empty, default)
+
+
+def _check_given(w: PyTree | None) -> None:
+    """Raise `DrjaxTypeError` if the weights of a weighted mean are None."""
+    if w is None:
+        raise DrjaxTypeError(
+            "drjax.reduce_weighted_mean needs weights, got None. Without them it is "
+            "drjax.reduce_mean(x)."
+        )
 
 
 def check_numeric(block: str, leaf: Array) -> None:

@@ -31,7 +31,7 @@ from drjax._api.resolve import (
     map_leaves,
     resolve,
 )
-from drjax._api.validate import flatten_partitioned
+from drjax._api.validate import check_flag, flatten_partitioned
 from drjax._compat.types import Array, GlobalArray, PartitionedArray, PyTree, Tree
 from drjax._error_texts import brief
 from drjax._errors import DrjaxTypeError, DrjaxValueError
@@ -160,6 +160,7 @@ def put(
       [0. 6. 7.] [ 0. 11.  7.]
     """
     params = resolve("put", mesh, partition)
+    check_flag("put", "add", add)
     index = _check_index("put", index)
     groups = params
     if into is not None:

@@ -63,6 +63,12 @@ def call_mapped(
     return out_tree.unflatten([as_operand(y, layout, True) for y in outs])
 
 
+_TUPLES = (
+    "A plain tuple is unpacked into the arguments of the function; wrap it as "
+    "((a, b),), or use a list, to pass it as one argument."
+)
+
+
 def _trace(
     fn: Callable[..., PyTree],
     tree: PyTreeDef,
@@ -94,7 +100,7 @@ def _trace(
         if isinstance(error, NameError) and names_own_axis(error, layout):
             raise _collective_error(layout, name) from error
         if isinstance(error, TypeError):
-            check_accepts(fn, tree.unflatten(avals))
+            check_accepts("drjax.map_fn", fn, tree.unflatten(avals), _TUPLES)
         raise
     if collective_axes(jaxpr) & set(layout.partition.mesh_axes):
         raise _collective_error(layout, name)

@@ -255,11 +255,32 @@ def checks_keywords(block: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def check_accepts(fn: Callable[..., Any], args: tuple[PyTree, ...]) -> None:
-    """Raise `DrjaxTypeError` if a mapped function cannot be called as `fn(*args)`.
+def check_flag(block: str, name: str, value: Any) -> None:
+    """Raise `DrjaxTypeError` if an option is neither True nor False."""
+    if not isinstance(value, bool | np.bool_):
+        raise DrjaxTypeError(
+            f"drjax.{block} needs {name}= as True or False, got "
+            f"{type(value).__name__}: {_short(value)}."
+        )
+
+
+def call_checked(caller: str, fn: Callable[..., R], args: Sequence[Any], fix: str) -> R:
+    """Call a user's function; of a wrong number of arguments, say what is due."""
+    try:
+        return fn(*args)
+    except TypeError:  # only then, as signatures take time
+        check_accepts(caller, fn, args, fix)
+        raise
+
+
+def check_accepts(
+    caller: str, fn: Callable[..., Any], args: Sequence[Any], fix: str
+) -> None:
+    """Raise `DrjaxTypeError` if a user's function cannot be called as `fn(*args)`.
 
     Only the signature is checked; nothing is called. Nothing is raised if Python knows
-    no signature of `fn`. Only the number of arguments matters.
+    no signature of `fn`. Only the number of arguments matters. `caller` is the public
+    name of what calls it, and `fix` the end of the error.
     """
     try:
         signature = inspect.signature(fn)
@@ -270,8 +291,6 @@ def check_accepts(fn: Callable[..., Any], args: tuple[PyTree, ...]) -> None:
     except TypeError as error:
         name = function_name(fn)
         raise DrjaxTypeError(
-            f"drjax.map_fn calls {name} with {len(args)} positional argument(s), but "
-            f"its signature is {name}{signature}: {error}. A plain tuple is unpacked "
-            "into the arguments of the function; wrap it as ((a, b),), or use a list, "
-            "to pass it as one argument."
+            f"{caller} calls {name} with {len(args)} positional argument(s), but its "
+            f"signature is {name}{signature}: {error}. {fix}"
         ) from None

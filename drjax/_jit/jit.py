@@ -7,7 +7,9 @@ caches by it. Sharp edges: the cache holds functions weakly, so that it keeps no
 them alive.
 """
 
+import difflib
 import functools
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, overload
@@ -19,7 +21,7 @@ from drjax import _compat
 from drjax._api.program import Decorated
 from drjax._compat.types import Array, PyTree
 from drjax._context import resized
-from drjax._errors import DrjaxValueError
+from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._jit.jit_primitive import Options, plan_of, planned_p, trace, varying_axes
 from drjax._jit.tune import Tuned
 from drjax._planner.naming import argument_names, function_name
@@ -28,6 +30,8 @@ from drjax._sharding.planning_context import is_bound
 from drjax.backends import xla
 from drjax.backends.xla import step_size
 from drjax.backends.xla.step_size import GroupsPerStep
+
+_OPTIONS_OF_JIT = inspect.signature(jax.jit).parameters.keys() - {"fun"}
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -117,6 +121,20 @@ def jit(
 
     Source: Rush et al. 2024, sections 4 and 5.
     """
+    if not callable(fn):
+        raise DrjaxTypeError(
+            f"drjax.jit needs a function, got {type(fn).__name__}. With options, write "
+            "functools.partial(drjax.jit, groups_per_step=8) as a decorator."
+        )
+    if unknown := sorted(jit_kwargs.keys() - _OPTIONS_OF_JIT):
+        own = ["groups_per_step", "residuals", "memory_budget"]
+        options = [*own, *sorted(_OPTIONS_OF_JIT)]
+        close = difflib.get_close_matches(unknown[0], options, n=1)
+        raise DrjaxTypeError(
+            f"drjax.jit takes {', '.join(own)}, and the options of jax.jit, got the "
+            f"keyword {unknown[0]!r}."
+            + (f" Did you mean {close[0]!r}?" if close else "")
+        )
     groups = step_size.checked(
         "drjax.jit", groups_per_step, memory_budget, ("auto", "tune")
     )
@@ -171,6 +189,9 @@ class _Planned:
     @property
     def __wrapped__(self) -> Callable:
         return self._fn()
+
+    def __repr__(self) -> str:  # as JAX's errors about arguments show it
+        return f"drjax.jit({self.__name__})"
 
     def __reduce__(self) -> tuple[Callable, tuple]:
         return _unpickled, (self._fn(), self._groups, self._rematerialize)

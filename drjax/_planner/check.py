@@ -24,7 +24,12 @@ from drjax._jaxprs.eval_jaxpr import literal_value
 from drjax._jaxprs.walk import live_equations
 from drjax._partition import Partition
 from drjax._planner.inline import inline_calls
-from drjax._planner.make_plan import Traced, inline_and_infer, trace
+from drjax._planner.make_plan import (
+    Traced,
+    check_planned,
+    inline_and_infer,
+    trace,
+)
 from drjax._planner.naming import function_name, result_names
 from drjax._planner.partitioning.environment import Environment
 from drjax._sharding.layout import find_mesh, make_layout
@@ -147,6 +152,7 @@ def check(fn: Callable, partitioned: Any = None) -> Callable[..., Signature]:
 
     Source: Rush et al. 2024, section 5.
     """
+    check_planned("drjax.check", fn, partitioned)
 
     @functools.wraps(fn)
     def checker(*args: Any, **kwargs: Any) -> Signature:

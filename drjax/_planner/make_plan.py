@@ -20,7 +20,7 @@ import numpy as np
 from drjax import _compat
 from drjax._compat.types import ClosedJaxpr, Eqn, PyTree, PyTreeDef
 from drjax._context import planned
-from drjax._error_texts import misplaced
+from drjax._error_texts import called_in_two_steps, misplaced
 from drjax._errors import DrjaxError, DrjaxTypeError, PlanError
 from drjax._jaxprs.provenance import source_line
 from drjax._partition import Partition
@@ -89,6 +89,7 @@ def make_plan(
 
     Source: Rush et al. 2024, section 5.
     """
+    check_planned("drjax.make_plan", fn, partitioned)
 
     @functools.wraps(fn)
     def planner(*args: PyTree, **kwargs: PyTree) -> Plan:
@@ -115,6 +116,19 @@ def make_plan(
         )
 
     return planner
+
+
+def check_planned(caller: str, fn: Any, partitioned: PyTree) -> None:
+    """Raise `DrjaxTypeError` if `fn` is no function, or `partitioned` has arrays.
+
+    Whether `partitioned` fits the arguments is checked when these are known.
+    """
+    if not callable(fn):
+        raise DrjaxTypeError(called_in_two_steps(caller, "a function", fn))
+    for leaf in jax.tree.leaves(partitioned):
+        if hasattr(leaf, "dtype") and not isinstance(leaf, np.bool_):
+            needs = "partitioned= as a tree of bools"
+            raise DrjaxTypeError(called_in_two_steps(caller, needs, leaf))
 
 
 @dataclass(frozen=True)

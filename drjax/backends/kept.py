@@ -152,6 +152,15 @@ class Kept:
         return f"Kept({self._pair})"
 
 
+def check_plan(plan: Any) -> None:
+    """Raise `DrjaxTypeError` if what a backend was given is no plan."""
+    if not isinstance(plan, Plan):
+        raise DrjaxTypeError(
+            "A backend compiles a plan, drjax.make_plan(fn)(*args) or "
+            f"drjax.load_plan(path), got {type(plan).__name__}."
+        )
+
+
 class Keep:
     """The results of a plan that stay with their groups until the next call.
 
@@ -164,6 +173,7 @@ class Keep:
     """
 
     def __init__(self, plan: Plan, keep: dict[Any, Any] | None = None):
+        check_plan(plan)
         if not isinstance(keep, dict | None):
             raise DrjaxTypeError(
                 "keep= needs a dict from results to arguments, as {1: 0} for result 1 "

@@ -27,7 +27,8 @@ import jax
 import numpy as np
 
 from drjax._drawing.print_plan import bytes_as_text
-from drjax._errors import DrjaxTypeError
+from drjax._error_texts import called_in_two_steps
+from drjax._errors import DrjaxTypeError, MeshError
 from drjax._sharding.layout import axis_sizes, slices_of_devices
 from drjax.compiled.hlo import Instruction, Module, Running, shape_bytes, split
 from drjax.compiled.replica_groups import axes_of, devices_of, devices_of_slices
@@ -253,6 +254,9 @@ def collectives(fn: Callable, mesh: Any = None) -> Callable[..., Report]:
 
     Source: the HLO text of the compiled function, and XLA's `CompiledMemoryStats`.
     """
+    if hasattr(mesh, "dtype"):  # the argument of `fn`
+        text = called_in_two_steps("drjax.collectives", "mesh= as a mesh", mesh)
+        raise MeshError(text)
     lower = getattr(fn, "lower", None)
     if not callable(fn):
         raise DrjaxTypeError(

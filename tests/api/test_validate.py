@@ -283,3 +283,91 @@ def test_small_integers():
     raises(drjax.DrjaxTypeError, text, three(drjax.reduce_sum), x)
     call = three(lambda x: drjax.reduce_columns(lambda c: c[0], x, sum=True))
     raises(drjax.DrjaxTypeError, text.replace("reduce_sum", "reduce_columns"), call, x)
+
+
+# ---------------------------------------------------------------------------------
+# Arguments of another kind
+
+
+@pytest.mark.parametrize("add", [1, "yes", X3])
+def test_flags_that_are_no_bools(add):
+    call = three(lambda x: drjax.put(x, [1, 0, 0], add=add))
+    raises(drjax.DrjaxTypeError, "drjax.put needs add= as True or False, got", call, X3)
+    call = three(lambda x: drjax.reduce_columns(jnp.max, x, sum=add))
+    text = "drjax.reduce_columns needs sum= as True or False, got"
+    raises(drjax.DrjaxTypeError, text, call, X3)
+
+
+def test_functions_of_another_number_of_arguments():
+    call: Any = three(lambda x: drjax.reduce_columns(lambda a, b: a, x))  # pyright: ignore
+    text = "drjax.reduce_columns calls <lambda> with 1 positional argument(s), but its "
+    result = raises(drjax.DrjaxTypeError, text, call, X3)
+    assert "It takes one array [n], the numbers of all groups at one" in result
+    call = three(lambda x: drjax.reduce(lambda a: a, x, 0.0))  # pyright: ignore
+    text = (
+        "drjax.reduce calls <lambda> with 2 positional argument(s), but its signature"
+    )
+    result = raises(drjax.DrjaxTypeError, text, call, X3)
+    assert "It takes the states of two groups, and returns one." in result
+    call = three(lambda x: drjax.reduce_columns(x, jnp.max))  # pyright: ignore
+    text = "drjax.reduce_columns needs a function and then its argument"
+    raises(drjax.DrjaxTypeError, text, call, X3)
+
+
+def test_an_error_of_type_inside_a_function_stays():
+    call = three(lambda x: drjax.reduce_columns(lambda a: len(a.ndim), x))  # pyright: ignore
+    with pytest.raises(TypeError, match="object of type 'int' has no len"):
+        call(X3)
+
+
+@pytest.mark.parametrize("program", [three, drjax.program(a=3, b=2)])
+def test_weights_of_none(program):
+    text = "drjax.reduce_weighted_mean needs weights, got None. Without them it is "
+    x = jnp.ones((3, 2))
+    call = program(lambda x: drjax.reduce_weighted_mean(x, None, where=x > 0))
+    raises(drjax.DrjaxTypeError, text, call, x)
+
+
+def test_an_array_as_the_partition():
+    text = "partition= needs a drjax.Partition, a mapping"
+    raises(drjax.DrjaxTypeError, text, drjax.shard, X3, partition=X3)
+
+
+@pytest.mark.parametrize(
+    "name", ["drjax.make_plan", "drjax.check", "drjax.collectives"]
+)
+def test_arguments_in_place_of_a_function(name):
+    """`f(fn, x)` and `f(x)` where `f(fn)(x)` is due."""
+    fn = getattr(drjax, name.removeprefix("drjax."))
+    text = f"{name} needs a function"
+    raises(drjax.DrjaxTypeError, text, fn, X3)
+    result = raises(drjax.DrjaxError, f"{name} needs ", fn, three(drjax.reduce_sum), X3)
+    assert f"go to what it returns: {name}(fn)(*args)." in result
+
+
+def test_keywords_and_functions_of_jit():
+    text = (
+        "drjax.jit takes groups_per_step, residuals, memory_budget, and the options of "
+        "jax.jit, got the keyword "
+    )
+    result = raises(drjax.DrjaxTypeError, text, drjax.jit, jnp.sin, group_per_step=1)
+    assert "'group_per_step'. Did you mean 'groups_per_step'?" in result
+    result = raises(drjax.DrjaxTypeError, text, drjax.jit, jnp.sin, static_argnum=1)
+    assert "'static_argnum'. Did you mean 'static_argnums'?" in result
+    raises(drjax.DrjaxTypeError, "drjax.jit needs a function, got int.", drjax.jit, 3)
+    with pytest.raises(
+        TypeError, match=r"argument to drjax.jit\(mean\) as an abstract"
+    ):
+        mean = lambda x: x
+        mean.__name__ = "mean"
+        drjax.jit(mean)("text")
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla", "in_process"])
+def test_backends_of_what_is_no_plan(backend):
+    compile = getattr(drjax.backends, backend).compile
+    for no_plan in (None, jnp.sin, drjax.make_plan(three(drjax.reduce_sum))):
+        text = (
+            "A backend compiles a plan, drjax.make_plan(fn)(*args) or drjax.load_plan"
+        )
+        raises(drjax.DrjaxTypeError, text, compile, no_plan)

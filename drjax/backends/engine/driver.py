@@ -57,6 +57,7 @@ from drjax.backends.engine.stage_results import (
 )
 from drjax.backends.engine.worker_slices import WorkerSlices
 from drjax.backends.groups import flat_slices, mask_dropped_slices, read_if_lazy
+from drjax.backends.kept import check_plan
 from drjax.plan import Loop, Move, Plan, Round, Stage, Value
 
 
@@ -102,6 +103,7 @@ class Runner:
         secure: bool = False,
         keep: dict[Any, Any] | None = None,
     ):
+        check_plan(plan)
         # Unless an engine says so itself: it must not be forgotten for a new one.
         if not secure:
             refuse_secure_sums(plan)
