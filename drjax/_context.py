@@ -50,6 +50,11 @@ class NameInProgram(str):
     left_out: LeftOut
 
 
+# Begins the names of the library's own functions of one group, after which stands the
+# public function that maps them: `drjax.reduce_mean`.
+OF_LIBRARY = "drjax."
+
+
 def name_in_program(name: str) -> str:
     """Attach the `LeftOut` of the current program to the name of a mapped function."""
     left_out = current_scope().left_out

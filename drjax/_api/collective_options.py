@@ -165,7 +165,7 @@ def bind_sums(
         return jnp.concatenate([jnp.pad(x, (0, -x.size % block)) for x in flat])
 
     total = primitive.bind(
-        map_leaves(concatenated, *leaves, **params), **options, **params
+        map_leaves("wire", concatenated, *leaves, **params), **options, **params
     )
     results, start = [], 0
     for leaf in leaves:

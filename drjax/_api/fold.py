@@ -141,7 +141,7 @@ def reduce(
     if where is not None:
         mask = check_where("reduce", where, params)
         leaves = [
-            map_leaves(_neutral_unless(e), mask, y, **params)
+            map_leaves("reduce", _neutral_unless(e), mask, y, **params)
             for y, e in zip(leaves, neutral, strict=True)
         ]
     leaves = [without_other_axes(as_operand(y, layout, True), layout) for y in leaves]

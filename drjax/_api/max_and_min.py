@@ -261,7 +261,7 @@ def _reduce_extremum(
 
     def bind(leaf: PartitionedArray, **params: Any) -> GlobalArray:
         _check_ordered(block, leaf)
-        kept = keep_slices(mask, leaf, identity(leaf.dtype), **params)
+        kept = keep_slices(block, mask, leaf, identity(leaf.dtype), **params)
         return or_default(block, primitive.bind(kept, **params), empty, default)
 
     return bind_partitioned(block, x, mesh, partition, bind)
@@ -290,12 +290,12 @@ def _reduce_arg(
 
     def bind(leaf: PartitionedArray, **params: Any) -> GlobalArray:
         _check_ordered(block, leaf)
-        kept = keep_slices(mask, leaf, identity(leaf.dtype), **params)
+        kept = keep_slices(block, mask, leaf, identity(leaf.dtype), **params)
         # The comparison needs bitwise the slices of which the extremum was taken.
         kept = lax.optimization_barrier(lax.stop_gradient(kept))
         extremum = broadcast_p.bind(primitive.bind(kept, **params), **params)
         operands = [group, kept, extremum, *([] if mask is None else [mask])]
-        indices = map_leaves(index_if_attained, *operands, **params)
+        indices = map_leaves(block, index_if_attained, *operands, **params)
         return reduce_min_p.bind(indices, **params)
 
     return bind_partitioned(block, x, mesh, partition, bind)

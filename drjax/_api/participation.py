@@ -56,7 +56,7 @@ def participation_mask(
         return hit & taken[0] if taken else hit
 
     taken = () if mask is None else (mask,)
-    return map_leaves(segment_of, by, *taken, **params)
+    return map_leaves("by", segment_of, by, *taken, **params)
 
 
 def check_where(block: str, where: Mask, params: BlockParams) -> PartitionedArray:
@@ -132,6 +132,7 @@ def _for_each_group(
 
 
 def keep_slices(
+    block: str,
     mask: PartitionedArray | None,
     leaf: PartitionedArray,
     fill: ArrayLike,
@@ -150,7 +151,7 @@ def keep_slices(
     def keep_or_fill(mask: Array, slice_: Array) -> Array:
         return place(mask, slice_, fill)
 
-    return map_leaves(keep_or_fill, mask, leaf, **params)
+    return map_leaves(block, keep_or_fill, mask, leaf, **params)
 
 
 def place(mask: Array, slice_: Array, fill: ArrayLike) -> Array:

@@ -42,7 +42,7 @@ from drjax._api.resolve import (
 from drjax._api.trace_map import call_mapped
 from drjax._api.validate import check_weights, flatten, flatten_partitioned
 from drjax._compat.types import Array, GlobalArray, PartitionedArray, PyTree, Tree
-from drjax._context import current_scope
+from drjax._context import OF_LIBRARY, current_scope
 from drjax._errors import DrjaxTypeError
 from drjax._primitives.collectives import (
     reduce_mean_p,
@@ -238,7 +238,9 @@ def reduce_sum(
 
     def summand(leaf: PartitionedArray) -> PartitionedArray:
         check_numeric("reduce_sum", leaf)
-        leaf = promote_sum("reduce_sum", keep_slices(mask, leaf, 0, **params))
+        leaf = promote_sum(
+            "reduce_sum", keep_slices("reduce_sum", mask, leaf, 0, **params)
+        )
         check_encodable("reduce_sum", leaf, options)
         return leaf
 
@@ -426,6 +428,8 @@ def _weighted_sums(
     if w is not None:
         weights = check_weights(w, tree, leaves, params["partition"])
     layout = make_layout(**params)
+    weigh = lambda mask, weight, leaf: _weigh(mask, weight, leaf)
+    weigh.__name__ = OF_LIBRARY + block
     totals: dict[Any, jax.Array] = {}  # one sum for each weight, not for each leaf
     keys, products = [], []
     for leaf, weight in zip(leaves, weights, strict=True):
@@ -433,12 +437,16 @@ def _weighted_sums(
         real = jnp.finfo(_wide(leaf.dtype)).dtype
         key = (id(weight), real)
         if key not in totals:
-            kept = mask if weight is None else keep_slices(mask, weight, 0, **params)
+            kept = (
+                mask
+                if weight is None
+                else keep_slices(block, mask, weight, 0, **params)
+            )
             wide_weight = lax.convert_element_type(as_operand(kept, layout, True), real)
             totals[key] = reduce_sum_p.bind(wide_weight, **params)
         # A tree, as a mapped function has no argument None.
         operands, structure = jax.tree.flatten((mask, weight, leaf))
-        products.append(call_mapped(_weigh, operands, structure, **params))
+        products.append(call_mapped(weigh, operands, structure, **params))
         check_encodable(block, products[-1], options)
         keys.append(key)
     shares = bind_sums(reduce_sum_p, products, options, params)

@@ -20,7 +20,7 @@ from drjax._compat.types import (
     PyTree,
     PyTreeDef,
 )
-from drjax._context import resolve_partition
+from drjax._context import OF_LIBRARY, resolve_partition
 from drjax._partition import Partition
 from drjax._sharding.execute import as_operand
 from drjax._sharding.layout import find_mesh, make_layout
@@ -94,6 +94,7 @@ def bind_global(
 
 
 def map_leaves(
+    block: str,
     fn: Callable[..., PyTree],
     *leaves: PartitionedArray,
     partition: Partition,
@@ -101,7 +102,9 @@ def map_leaves(
 ) -> PyTree:
     """Bind one `map_fn` for a function of one group's slice of each leaf.
 
-    The function is traced at each call.
+    The function is traced at each call. Plans and profiles name it by the block.
     """
+    named = lambda *slices: fn(*slices)
+    named.__name__ = OF_LIBRARY + block
     tree = jax.tree_util.tree_structure((0,) * len(leaves))
-    return call_mapped(fn, list(leaves), tree, partition=partition, mesh=mesh)
+    return call_mapped(named, list(leaves), tree, partition=partition, mesh=mesh)

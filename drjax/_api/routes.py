@@ -311,7 +311,7 @@ def _combine(
         if cohort != groups:
             # No map_fn: a plan has those of one of the two partitions only.
             return jax.vmap(fn)(a, b, *others)
-        return map_leaves(fn, a, b, *others, **groups)
+        return map_leaves("put", fn, a, b, *others, **groups)
 
     return jax.tree.map(combine, x, y)
 

@@ -90,7 +90,7 @@ def select(
         indices = _rank_pair(i, check_where("select", where, params), params)
 
     def bind(leaf: PartitionedArray, **params: Any) -> GlobalArray:
-        map_one = functools.partial(map_leaves, **params)
+        map_one = functools.partial(map_leaves, "select", **params)
         return select_slice(leaf, indices, map_one, **params)
 
     return bind_partitioned("select", x, mesh, partition, bind)

@@ -12,9 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.extend.core import Literal
 
 from drjax import primitives
 from drjax._compat.types import Atom, Eqn, PyTree, PyTreeDef, Var
+from drjax._context import OF_LIBRARY
 from drjax._planner.gathered_columns import columns_p
 from drjax._planner.inline import CONTROL
 from drjax._planner.rounds import reduction
@@ -58,6 +60,25 @@ def result_names(tree: PyTreeDef) -> list[str]:
     return ["result" + jax.tree_util.keystr(path) for path, _ in paths]
 
 
+# Equations whose results are their operands, in another form.
+_SAME_VALUE = {"convert_element_type", "copy", "optimization_barrier", "stop_gradient"}
+
+# Names of the library's functions of one group whose last operand is a slice of the
+# user's, and whose result is this slice, or what stands for it in a reduction.
+_CHOOSING = {
+    OF_LIBRARY + block
+    for block in (
+        "reduce",
+        "reduce_max",
+        "reduce_mean",
+        "reduce_min",
+        "reduce_sum",
+        "reduce_weighted_mean",
+        "select",
+    )
+}
+
+
 class Names:
     """A unique name for each variable of a plan, and for other values that it needs.
 
@@ -66,9 +87,10 @@ class Names:
 
     def __init__(self, invars: list[Var], argument_names: list[str]):
         self._names: dict[Any, str] = {}
+        self._bases: dict[Any, str] = {}  # of a form of a value, the name of that
         self._used: dict[str, int] = {}
         for var, name in zip(invars, argument_names, strict=True):
-            self._names[var] = self._unique(name)
+            self._set_unique_name(var, name)
 
     def _unique(self, name: str) -> str:
         """Reserve and return `name`, with a suffix if it is taken, such as `name_2`."""
@@ -85,14 +107,16 @@ class Names:
 
         It replaces any earlier name of the variable, which stays reserved.
         """
-        self._names[var] = self._unique(name)
+        self._names[var] = self._bases[var] = self._unique(name)
 
     def add(self, eqn: Eqn) -> None:
         """Name the results of an equation, whose operands have been named.
 
         The name depends on the equation:
 
-        * a `map_fn`: the name of its function;
+        * a `map_fn`: the name of its function; of one of the library's own, which
+          chooses, weights or casts slices of the user's, the name of these;
+        * a cast, or another equation that does not change a value: that of its operand;
         * a reduction or gather: its name and that of its operand, such as `sum(x)`;
         * a fold, a reduction by a function of two states: that of the function, such as
           `fold(add)`;
@@ -105,7 +129,10 @@ class Names:
         taken gets a suffix.
         """
         for i, var in enumerate(eqn.outvars):
-            if eqn.primitive is primitives.map_fn_p:
+            source = self._same_value(eqn, i)
+            if source is not None:
+                name = source
+            elif eqn.primitive is primitives.map_fn_p:
                 name = function_name(eqn.params["name"])
                 name += f".{i}" if len(eqn.outvars) > 1 else ""
             elif op := reduction(eqn.primitive):
@@ -123,6 +150,18 @@ class Names:
             else:
                 name = eqn.primitive.name.removeprefix("drjax_")
             self._set_unique_name(var, name)
+            if source is not None:
+                self._bases[var] = source
+
+    def _same_value(self, eqn: Eqn, i: int) -> str | None:
+        """Return the name of the value of which result i is a form, or None."""
+        if eqn.primitive.name in _SAME_VALUE:
+            operand = eqn.invars[i]
+        elif eqn.primitive is primitives.map_fn_p and eqn.params["name"] in _CHOOSING:
+            operand = eqn.invars[-1]
+        else:
+            return None
+        return None if isinstance(operand, Literal) else self._bases[operand]
 
     def constant(self, var: Var, index: int) -> None:
         """Name a constant of the program by its index among the constants, from 0."""
@@ -139,15 +178,21 @@ class Names:
     def fresh(self, name: str) -> str:
         """Reserve and return a unique name for a value that is no variable.
 
-        That is a loop, or a second value for a variable, such as a global one's slices.
+        That is a loop, for instance, or an operand of a fold.
         """
         return self._unique(name)
+
+    def again(self, var: Atom) -> str:
+        """Reserve and return a name for a second value of a variable, as its slices."""
+        return self._unique(self._bases[var])
 
 
 def function_name(name: str) -> str:
     """Return the name that plans show for a function with this `__name__`.
 
     It is `name` without leading and trailing underscores; for `<lambda>`, which says
-    nothing, it is "function".
+    nothing, it is "function". Of the library's own it is the public function.
     """
-    return "function" if name == "<lambda>" else name.strip("_")
+    return (
+        "function" if name == "<lambda>" else name.removeprefix(OF_LIBRARY).strip("_")
+    )

@@ -174,7 +174,7 @@ class StageValues:
             return self.value(var)
         key = ("outgoing", var, axis)
         if key not in self._values:
-            name = self.names.fresh(self.names.of(var))
+            name = self.names.again(var)
             self._values[key] = new_value(name, var.aval, axis)
         return self._values[key]
 
@@ -188,7 +188,7 @@ class StageValues:
         """
         key = ("forwarded", var, round_index)
         if key not in self._values:
-            name = self.names.fresh(self.names.of(var))
+            name = self.names.again(var)
             self._values[key] = new_value(name, var.aval, self.kinds[var].axis)
         return self._values[key]
 

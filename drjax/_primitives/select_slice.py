@@ -17,6 +17,7 @@ from jax import lax
 
 from drjax import _compat
 from drjax._compat.types import Array, GlobalArray, Mesh, PartitionedArray
+from drjax._context import OF_LIBRARY
 from drjax._partition import Partition
 from drjax._primitives.collectives import broadcast_p, reduce_sum_p
 from drjax._primitives.extrema import reduce_max_p
@@ -108,6 +109,9 @@ def keep_chosen_group(index: Array, selected: Array, own: Array) -> Array:
     The slice is no random key.
     """
     return jnp.where(index == selected, own, jnp.zeros((), own.dtype))
+
+
+keep_chosen_group.__name__ = OF_LIBRARY + "select"
 
 
 def key_data(key: Array) -> Array:

@@ -246,7 +246,7 @@ def test_sizes_that_do_not_divide(n):
         (
             {"groups_per_step": 1.5},
             drjax.DrjaxTypeError,
-            "int, .auto. or None",
+            "int, .auto., .tune. or None",
         ),
         ({"residuals": "keep"}, drjax.DrjaxValueError, '"recompute" or "store"'),
     ],
@@ -337,3 +337,40 @@ def test_plans_from_types_alone(tmp_path):
     huge = drjax.program(clients=10**6)(lambda x: drjax.reduce_mean(jnp.sin(x)))
     plan = drjax.make_plan(huge)(jax.ShapeDtypeStruct((10**6, 10**7), jnp.float32))
     assert plan.communication(devices=64).reduced_per_device() == 4 * 10**7
+
+
+# Programs, and the value that each of their reductions communicates.
+OF_LIBRARY = {
+    "sum of integers": (lambda x, m: drjax.reduce_sum(x > 0), ["gt_2"]),
+    "sum of some": (lambda x, m: drjax.reduce_sum(x, where=m), ["x_2"]),
+    "mean of some": (lambda x, m: drjax.reduce_mean(x, where=m), ["m_2", "x_2"]),
+    "mean of a map": (
+        lambda x, m: drjax.reduce_mean(drjax.map_fn(jnp.sin, x), where=m),
+        ["m_2", "sin_2"],
+    ),
+    "by segment": (
+        lambda x, m: drjax.reduce_max(x, by=m.astype(int), num=2), ["x_2"]
+    ),
+    "weighted": (lambda x, m: drjax.reduce_weighted_mean(x, m), ["m_2", "x_2"]),
+    "fold": (lambda x, m: drjax.reduce(jnp.add, x, 0.0, where=m), ["x_2"]),
+    "select": (lambda x, m: drjax.select(x, 1), ["x_2"]),
+    "argmax": (lambda x, m: drjax.reduce_argmax(x), ["x_2", "reduce_argmax"]),
+    "wire": (lambda x, m: drjax.reduce_sum([x, x], wire="int8"), ["wire"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_LIBRARY)
+def test_values_of_the_librarys_functions_have_the_users_names(name):
+    """Not those of its own functions, nor of casts that it makes."""
+    fn, expected = OF_LIBRARY[name]
+    args = jnp.ones((N, 3)), jnp.arange(N) > 3
+    plan = drjax.make_plan(program(fn))(*args)
+    up = [m.value.name for m in plan.communication().messages if not m.down]
+    assert up == expected
+    assert "drjax." not in str(plan)
+
+
+def test_stages_have_the_names_of_what_was_called():
+    fn = lambda x, m: drjax.reduce_mean(drjax.map_fn(jnp.sin, x), where=m)
+    plan = drjax.make_plan(program(fn))(jnp.ones((N, 3)), jnp.arange(N) > 3)
+    assert plan.rounds[0].local.name == "sin + reduce_mean"
