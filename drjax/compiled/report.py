@@ -122,7 +122,9 @@ class Report:
       temp_bytes: Bytes of memory for intermediate results on one device.
       peak_bytes: The most bytes of values that live at once on one device, arguments
         and results included. Alignment, fragments and what the compiler does not reuse
-        are in `temp_bytes` only, which may be larger on CPUs.
+        are in `temp_bytes` only. On CPUs, where XLA's number leaves out intermediate
+        results: arguments, results that are not in donated arguments, and `temp_bytes`
+        together, all of which are allocated in a call.
     """
 
     name: str
@@ -170,7 +172,7 @@ class Report:
             memory.output_size_in_bytes,
             memory.alias_size_in_bytes,
             memory.temp_size_in_bytes,
-            memory.peak_memory_in_bytes,
+            _peak_bytes(memory, shardings),
         )
 
     @property
@@ -310,6 +312,24 @@ def totals(
 
 # ---------------------------------------------------------------------------------
 # Reading
+
+
+def _peak_bytes(memory: Any, shardings: Any) -> int:
+    """Return the most bytes that live at once, from XLA's `CompiledMemoryStats`.
+
+    On CPUs, its peak counts arguments and results only.
+    """
+    devices = [
+        device
+        for sharding in jax.tree.leaves(shardings)
+        if isinstance(sharding, jax.sharding.Sharding)
+        for device in sharding.device_set
+    ]
+    if any(device.platform != "cpu" for device in devices):
+        return memory.peak_memory_in_bytes
+    new = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    held = memory.argument_size_in_bytes + new + memory.temp_size_in_bytes
+    return max(held, memory.peak_memory_in_bytes)
 
 
 def _places(module: Module, slice_of: Sequence[int]) -> np.ndarray:

@@ -115,6 +115,19 @@ def test_a_loop_of_unknown_length():
     assert "(? times)  1      7 B   ?      ?" in str(report)
 
 
+@pytest.mark.parametrize("devices", [1, 4])
+def test_the_peak_has_the_temporary_memory(devices):
+    """XLA's own number for CPUs has that of arguments and results only."""
+    gathered = drjax.program(clients=8)(lambda x: jnp.sort(drjax.gather(x)).sum())
+    x = np.ones((8, 1000), np.float32)
+    with jax.set_mesh(make_mesh({"clients": devices})):
+        report = drjax.collectives(gathered)(drjax.shard(x, partition={"clients": 8}))
+        donated = drjax.collectives(jax.jit(jnp.sin, donate_argnums=0))(x)
+    assert report.temp_bytes >= x.nbytes
+    assert report.peak_bytes >= report.argument_bytes + report.temp_bytes
+    assert donated.peak_bytes < 2 * x.nbytes == 2 * donated.alias_bytes
+
+
 def test_errors():
     raises(
         drjax.DrjaxTypeError, "needs a function, or what jax.jit returns, got Lowered",
