@@ -361,8 +361,9 @@ def shard(
 
     Returns:
       The tree, with each leaf divided over the devices by groups. If n is not a
-      multiple of the number of devices, JAX cannot store uneven shards: the leaf is
-      replicated, and divided once inside a jitted program. Without a mesh that
+      multiple of the number of devices, as 10 clients on 8 devices, JAX cannot store
+      uneven shards: each device stores the whole leaf, which is logged as a warning,
+      and a jitted program divides it. Without a mesh that
       has the partition's axes, the leaves are placed on the default device.
 
     Raises:

@@ -160,6 +160,17 @@ def _log_missing_axis(axes: tuple[str, ...], axis_names: tuple[str, ...]) -> Non
     )
 
 
+@functools.lru_cache(maxsize=1024)
+def _log_copies(partition: Partition, devices: int) -> None:
+    """Log that `drjax.shard` cannot divide data; once for equal arguments."""
+    _logger.warning(
+        "drjax.shard: %s devices do not divide the groups of %s, and JAX stores no "
+        "uneven shards, so each device stores the slices of all groups. With a "
+        "multiple of %s groups, some of them left out by where=, it stores its own.",
+        devices, partition, devices,
+    )  # fmt: skip
+
+
 def _check_devices(mesh: Mesh, current: Mesh) -> None:
     """Check that the argument `mesh=` has the devices of the mesh in context, in order.
 
@@ -423,6 +434,8 @@ def host_sharding(partition: Partition, mesh: Any) -> NamedSharding | None:
     if (mesh := find_mesh(partition, mesh)) is None:
         return None
     layout = make_layout(partition, mesh)
+    if layout.uneven and not layout.manual:
+        _log_copies(partition, layout.devices)
     spec = P() if layout.uneven or layout.manual else P(layout.axes)
     if isinstance(mesh, AbstractMesh) and not _compat.under_trace():
         mesh = jax.sharding.get_mesh()  # the context's, with its devices

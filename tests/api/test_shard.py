@@ -3,6 +3,8 @@
 Covers: drjax._api.blocks.
 """
 
+import logging
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import drjax
+from drjax._sharding.layout import _log_copies
 from tests.helpers.meshes import AUTO, EXPLICIT, in_mesh, make_mesh
 
 
@@ -51,6 +54,19 @@ def test_sizes_that_do_not_divide_are_replicated(n):
     with in_mesh(mesh):
         y = jax.jit(f)(result)
     np.testing.assert_allclose(y, tree_for(n)["x"].sum(0), rtol=1e-5, atol=1e-6)
+
+
+def test_copies_are_logged_once(caplog):
+    """Each device stores the slices of all 10 clients: it should not be a surprise."""
+    mesh = make_mesh({"members": 8})
+    _log_copies.cache_clear()
+    with caplog.at_level(logging.WARNING, "drjax"):
+        for n in (8, 10, 10, 16):
+            drjax.shard(np.zeros((n, 3)), mesh, partition={"members": n})
+    (message,) = caplog.messages
+    assert message.startswith(
+        "drjax.shard: 8 devices do not divide the groups of members:10, and"
+    )
 
 
 def test_mesh_in_context_and_without():
