@@ -351,12 +351,7 @@ def select_outputs(
     The jaxpr has no constants. The variables are inputs, or results of any of its
     equations. The list says for each input of `jaxpr` whether the copy takes it.
     """
-    raw = open_jaxpr(jaxpr)
-    debug_info = raw.debug_info.with_unknown_names()
-    changed = raw.replace(outvars=outvars, debug_info=debug_info)
-    changed = changed if MERGED else pe.close_jaxpr(changed)
-    live, used = dce_jaxpr(changed, [True] * len(outvars))
-    return live, used
+    return dce_jaxpr(with_outputs(jaxpr, outvars), [True] * len(outvars))
 
 
 def with_outputs(jaxpr: ClosedJaxpr, outvars: list[Atom]) -> ClosedJaxpr:

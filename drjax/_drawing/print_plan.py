@@ -1,8 +1,8 @@
 """What `print(plan)` prints: a plan as text, its signature and then round by round.
 
 Input: a `drjax.plan.Plan`. Output: lines of text, by `lines`. `bytes_as_text` is for
-other texts, too. Nothing is imported of the plan, which imports this module lazily to
-print itself.
+other texts, too. At run time, nothing is imported from `drjax.plan`, which imports this
+module when it prints a plan.
 """
 
 from collections.abc import Iterator

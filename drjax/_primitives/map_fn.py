@@ -276,14 +276,14 @@ def _transpose_jaxpr(
     jaxpr: Any,
     linear: tuple[bool, ...],
     nonzero: tuple[bool, ...],
-    avals: Sequence[Any],
+    avals: tuple[Aval, ...],
     layout: Layout,
     leaves_out: bool,
 ) -> tuple[ClosedJaxpr, tuple[GlobalArray, ...], tuple[bool, ...]]:
     """Transpose a per-group jaxpr in its `linear` inputs; cached.
 
     The other inputs are residuals. `nonzero` says for each result whether its cotangent
-    is no symbolic zero, and `avals`, a tuple, are the partitioned types, `[n, *s]`, of
+    is no symbolic zero, and `avals` are the partitioned types, `[n, *s]`, of
     the residuals and then of these cotangents. `leaves_out` says whether the
     program leaves groups out of reductions.
 
@@ -300,13 +300,13 @@ def _transpose_jaxpr(
     with group_context(layout):
         # Where JAX itself makes Explicit axes Auto, as jax.random.gamma does, residuals
         # and cotangents are on that mesh.
-        avals = [
+        per_group = [
             aval if aval.sharding.mesh == of_jaxpr.sharding.mesh else of_jaxpr
             for x, of_jaxpr in zip(avals, own, strict=True)
             for aval in [group_aval(x, layout)]
         ]
         transposed_jaxpr, consts = _compat.trace_to_jaxpr(
-            transposed, avals, "transposed"
+            transposed, per_group, "transposed"
         )
     return transposed_jaxpr, tuple(consts), tuple(nonzero_in)
 

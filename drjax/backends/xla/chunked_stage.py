@@ -252,15 +252,23 @@ class ChunkedStage:
             )
 
         # JAX has no batching rule for exported functions.
-        over_groups = _over_groups if self.stage.exported is None else _in_a_loop
+        def over_groups(count: int) -> Callable[..., list[Array]]:
+            if self.stage.exported is None:
+                return _over_groups(one, count, self._partitioned)
+            return _in_a_loop(one, self._partitioned)
+
         if self.layout.uneven and self._effects:
-            run = lambda count: over_groups(one, count, self._partitioned)
             # Padding must not print, call back or raise.
             outs = for_real_groups(
-                self.layout, indices, partial_count, run, args, self._partitioned
+                self.layout,
+                indices,
+                partial_count,
+                over_groups,
+                args,
+                self._partitioned,
             )
         else:
-            outs = over_groups(one, count, self._partitioned)(*args)
+            outs = over_groups(count)(*args)
         summed = {}
         # In a loop the summands of one chunk take little memory: there it is slower.
         # Nor with padding: a contraction of the group axis cannot mask copied slices.
@@ -491,12 +499,12 @@ def _over_groups(
 
 
 def _in_a_loop(
-    fn: Callable[..., list[Array]], count: int, partitioned: list[bool]
+    fn: Callable[..., list[Array]], partitioned: list[bool]
 ) -> Callable[..., list[Array]]:
     """Make a function of several groups from a function of one, by `lax.map`.
 
     It is as `_over_groups`, but the groups run one after another, for functions that
-    `jax.vmap` cannot batch. `count` is not used, as the arguments tell it.
+    `jax.vmap` cannot batch.
     """
 
     def run(*args: Array) -> list[Array]:
