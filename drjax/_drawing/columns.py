@@ -13,7 +13,26 @@ from dataclasses import dataclass
 from typing import TypeAlias, Union
 
 from drjax._drawing.print_plan import bytes_as_text
-from drjax.plan import Loop, Plan, Round, Stage, Value
+from drjax.plan import (
+    Broadcast,
+    Columns,
+    Cond,
+    Exchange,
+    Fold,
+    Gather,
+    Loop,
+    Move,
+    Plan,
+    Program,
+    Reduce,
+    Round,
+    Rules,
+    Scan,
+    Scatter,
+    Stage,
+    Value,
+    While,
+)
 
 SHOWN = 4  # of more values than one more than this, the largest
 LONGEST = 34  # letters in one line
@@ -149,18 +168,13 @@ def _column(plan: Plan, number: int, location: str) -> Column:
     `location` is that in the whole plan (`Column.location`).
     """
     a_round = plan.rounds[number - 1]
+    up, down, between = _arrows(a_round)
     # Values that are live after this round are saved in the groups.
+    sent = [id(step) for step in a_round.all(Exchange) if step.direction == "up"]
     live = {v.name for v in plan.outputs}
-    for r in plan.rounds[number:]:
-        live |= {v.name for v in r.local.inputs} | {r.source.name for r in r.reduces}
-        live |= {v.name for fold in r.folds for v in fold.sources}
-    for r in plan.rounds[number - 1 :]:
-        live |= {v.name for x in (*r.moves, *r.loops) for v in x.inputs}
-    down = [(v.name, v) for v in a_round.broadcast]
-    down += [(f"slice i of {whole.name}", part) for whole, part in a_round.scatter]
-    up = [(f"{r.op} of {r.source.name}", r.source) for r in a_round.reduces]
-    up += [(f"fold of {v.name}", v) for fold in a_round.folds for v in fold.sources]
-    between = [(m.op, m.source) for m in a_round.moves]
+    for step in plan.steps:
+        if id(step) not in sent:
+            live |= {v.name for v in step.inputs}
     local: Lines = ()
     if not a_round.local.empty:
         local = tuple(textwrap.wrap(a_round.local.name, LONGEST)[:3])
@@ -176,18 +190,45 @@ def _column(plan: Plan, number: int, location: str) -> Column:
     return Column(location, head, server, _messages(down), _messages(up), local)
 
 
+Labeled: TypeAlias = list[tuple[str, Value]]
+
+
+def _arrows(a_round: Round) -> tuple[Labeled, Labeled, Labeled]:
+    """List what a round communicates up, down and between groups, with its labels."""
+    sides: dict[str, Labeled] = {"up": [], "down": [], "between": []}
+    for step in a_round.all(Exchange):
+        sides[step.direction] += _labels(step)
+    return sides["up"], sides["down"], sides["between"]
+
+
+# What an exchange communicates, with labels.
+_labels: Rules[Labeled] = Rules("Plan.draw")
+
+
+@_labels.rule(Broadcast)
+def _of_broadcast(step: Broadcast) -> Labeled:
+    return [(step.source.name, step.source)]
+
+
+@_labels.rule(Scatter)
+def _of_scatter(step: Scatter) -> Labeled:
+    return [(f"slice i of {step.source.name}", step.result)]
+
+
+@_labels.rule(Reduce, Gather, Move, Fold)
+def _of_groups(step: Exchange) -> Labeled:
+    return [(f"{step.op} of {value.name}", value) for value, _ in step.messages()]
+
+
 def _bytes_of(a_round: Round) -> str:
     """Format the bytes that one group communicates in a round: `↓ 16 B  ↑ 4 B  ↔ 8 B`.
 
     They come from the server, go to it, and go to other groups. A direction in which
     nothing is communicated is left out.
     """
-    down = [*a_round.broadcast, *(part for _, part in a_round.scatter)]
-    up = [r.source for r in a_round.reduces]
-    up += [v for fold in a_round.folds for v in fold.sources]
-    between = [m.source for m in a_round.moves]
+    up, down, between = _arrows(a_round)
     return "  ".join(
-        f"{sign} {bytes_as_text(sum(v.nbytes for v in side))}"
+        f"{sign} {bytes_as_text(sum(v.nbytes for _, v in side))}"
         for sign, side in (("↓", down), ("↑", up), ("↔", between))
         if side
     )
@@ -202,8 +243,8 @@ def _inner_lines(stage: Stage) -> Lines:
         lines.append(f"  round {number}  {_bytes_of(a_round)}".rstrip())
         lines += [f"    {line}" for line in _inner_lines(a_round.local)]
         for loop in a_round.loops:
-            steps = "" if loop.length is None else f", {loop.length:,} steps"
-            what = "of each coordinate" if loop.op == "columns" else "of rounds"
+            steps = f", {loop.length:,} steps" if isinstance(loop, Scan) else ""
+            what = "of each coordinate" if isinstance(loop, Columns) else "of rounds"
             lines.append(f"  {loop.op} {what}{steps}")
     return tuple(lines)
 
@@ -221,57 +262,73 @@ def items_of(plan: Plan, prefix: str = "") -> list[Item]:
         if column.server or column.local:
             items.append(column)
         for loop in a_round.loops:
-            make = _of_coordinates if loop.op == "columns" else _frame
-            items.append(make(loop, number, location))
+            items.append(_loop_item(loop, number, location))
     if not plan.server.empty:
         server = listed(("server computes",), plan.server.outputs)
         items.append(Column(f"{prefix}end", ("at the end",), server))
     return items
 
 
-def _of_coordinates(loop: Loop, number: int, location: str) -> Column:
-    """Collect the texts of work on each coordinate, a loop `columns`, for the server.
+# The column or the frame of a loop. `number` and `location` are those of its round: see
+# `_column`.
+_loop_item: Rules[Item] = Rules("Plan.draw")
 
-    `number` and `location` are those of its round: see `_column`.
-    """
-    function = loop.bodies[0].rounds[0].local.name
+
+@_loop_item.rule(Columns)
+def _of_coordinates(loop: Columns, number: int, location: str) -> Column:
+    """Collect the texts of work on each coordinate, for the server."""
+    function = loop.body.rounds[0].local.name
     head = f"round {number}: {function}", "of each coordinate"
     server = listed(("server computes",), loop.outputs)
     return Column(f"{location}, {loop.name}", head, server)
 
 
-def _frame(loop: Loop, number: int, location: str) -> Frame:
-    """Make the frame of a loop, around the columns of its bodies.
+@_loop_item.rule(Scan)
+def _of_scan(loop: Scan, number: int, location: str) -> Frame:
+    steps = f", {loop.length:,} step{'s' * (loop.length != 1)}"
+    steps += ", last to first" if loop.reverse else ""
+    (items,) = _bodies(loop, ["branch 0"], location)
+    carried = _carried(loop.split(loop.inputs)[1])
+    return Frame((f"round {number}: scan{steps}", carried), items)
 
-    A scan has one frame. Any other loop (while, cond, program) has a frame with one
-    more inside for each body. `number` and `location` are those of its round: see
-    `_column`.
-    """
-    title = f"round {number}: {loop.op}"
-    if loop.length is not None:
-        title += f", {loop.length:,} step{'s' * (loop.length != 1)}"
-        title += ", last to first" if loop.reverse else ""
-    first = sum(loop.consts)
-    carried = [v.name for v in loop.inputs[first : first + loop.carry]]
-    shown = _short("carries " + ", ".join(carried)) if carried else ""
-    parts = [f"branch {i}" for i in range(len(loop.bodies))]
-    if loop.op == "while":
-        parts = ["condition", "body"]
-    if loop.op == "program":
-        parts = [f"over {loop.bodies[0].partition}"]
-    bodies = [
+
+@_loop_item.rule(While)
+def _of_while(loop: While, number: int, location: str) -> Frame:
+    carried = _carried(loop.split(loop.inputs)[2])
+    return _parts(loop, ["condition", "body"], number, location, carried)
+
+
+@_loop_item.rule(Cond)
+def _of_cond(loop: Cond, number: int, location: str) -> Frame:
+    branches = [f"branch {i}" for i in range(len(loop.bodies))]
+    return _parts(loop, branches, number, location)
+
+
+@_loop_item.rule(Program)
+def _of_program(loop: Program, number: int, location: str) -> Frame:
+    return _parts(loop, [f"over {loop.bodies[0].partition}"], number, location)
+
+
+def _carried(values: Sequence[Value]) -> str:
+    return _short("carries " + ", ".join(v.name for v in values)) if values else ""
+
+
+def _bodies(loop: Loop, parts: Sequence[str], location: str) -> list[list[Item]]:
+    return [
         items_of(body, f"{location}, {loop.name}, {part}, ")
         for body, part in zip(loop.bodies, parts, strict=True)
     ]
-    if loop.op == "scan":
-        return Frame((title, shown), bodies[0])
-    return Frame(
-        (title, shown),
-        [
-            Frame((part, "" if items else "nothing to do"), items)
-            for part, items in zip(parts, bodies, strict=True)
-        ],
-    )
+
+
+def _parts(
+    loop: Loop, parts: Sequence[str], number: int, location: str, carried: str = ""
+) -> Frame:
+    """Make a frame with one more inside for each body, of the name in `parts`."""
+    frames = [
+        Frame((part, "" if items else "nothing to do"), items)
+        for part, items in zip(parts, _bodies(loop, parts, location), strict=True)
+    ]
+    return Frame((f"round {number}: {loop.op}", carried), frames)
 
 
 def columns_of(plan: Plan) -> list[Item]:

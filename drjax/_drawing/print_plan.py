@@ -1,17 +1,33 @@
 """What `print(plan)` prints: a plan as text, its signature and then round by round.
 
 Input: a `drjax.plan.Plan`. Output: lines of text, by `lines`. `bytes_as_text` is for
-other texts, too. At run time, nothing is imported from `drjax.plan`, which imports this
-module when it prints a plan.
+other texts, too. Sharp edges: the plan imports this module lazily, to print itself.
 """
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from drjax._primitives.reduce_ops import REDUCE_OPS
-
-if TYPE_CHECKING:
-    from drjax.plan import Fold, Loop, Plan, Round, Stage, Value
+from drjax.plan import (
+    Broadcast,
+    Columns,
+    Cond,
+    Exchange,
+    Fold,
+    Gather,
+    Loop,
+    Move,
+    Plan,
+    Program,
+    Reduce,
+    Round,
+    Rules,
+    Scan,
+    Scatter,
+    Stage,
+    Value,
+    While,
+)
 
 # The words for communication that is no reduction in a printed plan.
 _PHRASES = {
@@ -32,7 +48,7 @@ def _phrase(op: str, groups: str) -> str:
     return phrase.replace("groups", groups)
 
 
-def lines(plan: "Plan") -> Iterator[str]:
+def lines(plan: Plan) -> Iterator[str]:
     """Yield the lines of `print(plan)`: name, partition, inputs, outputs, rounds."""
     over = "calls no building block"
     if plan.partition is not None:
@@ -62,7 +78,7 @@ def bytes_as_text(nbytes: int) -> str:
     return f"{nbytes / 1000**power:.4g} {units[power]}"
 
 
-def _signature(values: "tuple[Value, ...]") -> str:
+def _signature(values: tuple[Value, ...]) -> str:
     """Format the names and types of a plan's inputs or outputs, as one line of text.
 
     Such as `model: float32[3], x: float32[5] in each group`; `nothing` without values.
@@ -87,7 +103,7 @@ def _sent(x: Any) -> str:
     return text + ("" if bound is None else f", numbers up to {bound:g}")
 
 
-def _rounds(plan: Any, inside: bool = False) -> Iterator[str]:
+def _rounds(plan: Plan, inside: bool = False) -> Iterator[str]:
     """Yield the lines of text on the rounds of a plan, and on its last server stage.
 
     The plan is that of a program, a loop's body, or an inner level. If it runs
@@ -96,33 +112,111 @@ def _rounds(plan: Any, inside: bool = False) -> Iterator[str]:
     partition, as in a plan with several levels, in place of `groups`.
     """
     # With several levels, each has its name.
-    named = inside or len(plan.levels) > 1
-    groups = plan.levels[0].name if named else "groups"
+    own = plan.partition if inside or len(plan.levels) > 1 else None
+    groups = "groups" if own is None else own.name
     for number, a_round in enumerate(plan.rounds, 1):
-        yield from ("", f"round {number}", *_server_lines(a_round.server, inside))
-        for value in a_round.broadcast:
-            yield f"  to every group       {value}   {bytes_as_text(value.nbytes)}"
-        for whole, scattered in a_round.scatter:
-            source = f"{bytes_as_text(scattered.nbytes)}, of {whole.name}"
-            yield f"  slice i to group i   {scattered}   {source}"
-        if not a_round.local.empty:
-            yield f"  each group computes  {a_round.local.name}"
-            yield from _inner_lines(a_round.local)
-            yield from (f"    keeps  {value}" for value in _saved(a_round))
-        for x in (*a_round.reduces, *a_round.moves):
-            how = f"  {_phrase(x.op, groups):<19}  {x.source}"
-            yield f"{how}   {_sent(x)} -> {x.result.name}"
-        yield from map(_fold_line, a_round.folds)
-        for loop in a_round.loops:
-            if loop.op == "columns":
-                yield _columns_line(loop, inside)
-            else:
-                yield from _loop_lines(loop, inside)
+        yield from ("", f"round {number}")
+        for step in a_round.steps:
+            yield from _lines(step, a_round, groups, inside)
     if not plan.server.empty:
         yield from ("", "at the end", *_server_lines(plan.server, inside))
 
 
-def _inner_lines(stage: "Stage") -> Iterator[str]:
+# The lines of a step in its round, whose groups are called `groups`; `inside` is that
+# of `_rounds`.
+_lines: Rules[Iterator[str]] = Rules("print(plan)")
+
+
+@_lines.rule(Stage)
+def _stage_lines(
+    stage: Stage, a_round: Round, groups: str, inside: bool
+) -> Iterator[str]:
+    if not stage.local:
+        yield from _server_lines(stage, inside)
+    elif not stage.empty:
+        yield f"  each group computes  {stage.name}"
+        yield from _inner_lines(stage)
+        yield from (f"    keeps  {value}" for value in _saved(a_round))
+
+
+@_lines.rule(Broadcast)
+def _broadcast_lines(step: Broadcast, *_: Any) -> Iterator[str]:
+    value = step.source
+    yield f"  to every group       {value}   {bytes_as_text(value.nbytes)}"
+
+
+@_lines.rule(Scatter)
+def _scatter_lines(step: Scatter, *_: Any) -> Iterator[str]:
+    source = f"{bytes_as_text(step.result.nbytes)}, of {step.source.name}"
+    yield f"  slice i to group i   {step.result}   {source}"
+
+
+@_lines.rule(Reduce, Gather, Move)
+def _exchange_lines(
+    step: Reduce | Gather | Move, a_round: Round, groups: str, inside: bool
+) -> Iterator[str]:
+    how = f"  {_phrase(step.op, groups):<19}  {step.source}"
+    yield f"{how}   {_sent(step)} -> {step.result.name}"
+
+
+@_lines.rule(Fold)
+def _fold_lines(fold: Fold, *_: Any) -> Iterator[str]:
+    order = "in any order" if fold.commutative else "in order"
+    states = ", ".join(map(str, fold.sources))
+    results = ", ".join(v.name for v in fold.results)
+    sent = f"{_sent(fold)} by {fold.combine.name}"
+    yield f"  {f'fold {order}':<19}  {states}   {sent} -> {results}"
+
+
+@_lines.rule(Columns)
+def _columns_lines(
+    loop: Columns, a_round: Round, groups: str, inside: bool
+) -> Iterator[str]:
+    who = "outer group computes" if inside else "server computes"
+    function = loop.body.rounds[0].local.name
+    results = ", ".join(map(str, loop.outputs))
+    yield f"  {who:<21}{results} by {function} of each coordinate"
+
+
+@_lines.rule(Scan)
+def _scan_lines(loop: Scan, a_round: Round, groups: str, inside: bool) -> Iterator[str]:
+    backwards = ", backwards" if loop.reverse else ""
+    yield f"  {loop.name} of {_count(loop.length, 'step')}{backwards}"
+    yield from _body_lines(loop, ["each step"], inside)
+
+
+@_lines.rule(While)
+def _while_lines(
+    loop: While, a_round: Round, groups: str, inside: bool
+) -> Iterator[str]:
+    yield f"  {loop.name}"
+    yield from _body_lines(loop, ["while", "do"], inside)
+
+
+@_lines.rule(Cond)
+def _cond_lines(loop: Cond, a_round: Round, groups: str, inside: bool) -> Iterator[str]:
+    yield f"  {loop.name}"
+    branches = [f"branch {i}" for i in range(len(loop.bodies))]
+    yield from _body_lines(loop, branches, inside)
+
+
+@_lines.rule(Program)
+def _program_lines(
+    loop: Program, a_round: Round, groups: str, inside: bool
+) -> Iterator[str]:
+    yield f"  {loop.name}"
+    over = f"over partition {loop.bodies[0].partition}"
+    yield from _body_lines(loop, [over], inside)
+
+
+def _body_lines(loop: Loop, titles: Sequence[str], inside: bool) -> Iterator[str]:
+    """Yield the lines on the bodies of a loop, each with its title."""
+    for title, body in zip(titles, loop.bodies, strict=True):
+        yield f"    {title}: {_signature(body.outputs)}"
+        yield from (f"    {line}".rstrip() for line in _rounds(body, inside))
+
+
+def _inner_lines(stage: Stage) -> Iterator[str]:
     """Yield the lines of text on the inner level, if any, that runs in each group."""
     if stage.inner is None:
         return
@@ -131,45 +225,7 @@ def _inner_lines(stage: "Stage") -> Iterator[str]:
     yield from (f"    {line}".rstrip() for line in _rounds(stage.inner, True))
 
 
-def _fold_line(fold: "Fold") -> str:
-    """Format a fold as a line of text: its function, its states and its results."""
-    order = "in any order" if fold.commutative else "in order"
-    states = ", ".join(map(str, fold.sources))
-    results = ", ".join(v.name for v in fold.results)
-    sent = f"{_sent(fold)} by {fold.combine.name}"
-    return f"  {f'fold {order}':<19}  {states}   {sent} -> {results}"
-
-
-def _columns_line(loop: "Loop", inside: bool) -> str:
-    """Format work on each coordinate, a loop `columns`, as a line of text.
-
-    `inside` is that of `_rounds`.
-    """
-    who = "outer group computes" if inside else "server computes"
-    function = loop.bodies[0].rounds[0].local.name
-    results = ", ".join(map(str, loop.outputs))
-    return f"  {who:<21}{results} by {function} of each coordinate"
-
-
-def _loop_lines(loop: "Loop", inside: bool) -> Iterator[str]:
-    """Yield the lines of text on a loop: its name, its steps, and its bodies' rounds.
-
-    `inside` is that of `_rounds`.
-    """
-    steps = "" if loop.length is None else f" of {_count(loop.length, 'step')}"
-    backwards = ", backwards" if loop.reverse else ""
-    yield f"  {loop.name}{steps}{backwards}"
-    titles = {"while": ("while", "do")}.get(loop.op, ("each step",))
-    if loop.op == "program":
-        titles = (f"over partition {loop.bodies[0].partition}",)
-    if loop.op == "cond":
-        titles = tuple(f"branch {i}" for i in range(len(loop.bodies)))
-    for title, body in zip(titles, loop.bodies, strict=True):
-        yield f"    {title}: {_signature(body.outputs)}"
-        yield from (f"    {line}".rstrip() for line in _rounds(body, inside))
-
-
-def _server_lines(stage: "Stage", inside: bool) -> list[str]:
+def _server_lines(stage: Stage, inside: bool) -> list[str]:
     """Format a server stage as a line of text, in a list; [] if it has no outputs.
 
     `inside` is that of `_rounds`.
@@ -179,12 +235,10 @@ def _server_lines(stage: "Stage", inside: bool) -> list[str]:
     return [] if stage.empty else [line]
 
 
-def _saved(a_round: "Round") -> "list[Value]":
+def _saved(a_round: Round) -> list[Value]:
     """List the outputs of a round's local stage that the round does not communicate.
 
     The groups save these slices for later rounds or loops, or the plan returns them.
     """
-    communicated = (*a_round.reduces, *a_round.moves)
-    sources = {x.source.name for x in communicated}
-    sources |= {v.name for fold in a_round.folds for v in fold.sources}
-    return [v for v in a_round.local.outputs if v.name not in sources]
+    communicated = {v.name for step in a_round.all(Exchange) for v in step.inputs}
+    return [v for v in a_round.local.outputs if v.name not in communicated]

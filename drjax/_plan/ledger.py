@@ -4,7 +4,6 @@ Input: messages, one for each value that is communicated in a round. Output: `Le
 with totals for each level. Sharp edges: `drjax.plan` exports it and makes the messages.
 """
 
-import collections
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +12,9 @@ from typing import Any
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._partition import Partition, integer_of
 from drjax._plan.record import Record
+from drjax._plan.steps import Exchange
 from drjax._plan.value import Value
 from drjax._plan.wire import Wire
-
-# The moves of slices between groups, by the names of their primitives.
-MOVES = ("permute", "take", "put_add")
 
 _WIDTH = 9  # of the column of rounds, at least
 
@@ -29,42 +26,64 @@ class Message(Record):
     Attributes:
       round: The round, from 1; in a loop `2.scan.1`, the first round of its body; of an
         inner level `2.groups.1`, its first round in each group of the outer one.
-      op: `broadcast` or `scatter` (down); the reduction (up): `sum`, `mean`, `max`,
-        `min`, `gather` or `fold`; or a move between groups: `permute`, `take` or
-        `put_add`.
+      step: The exchange of the plan.
       value: The value that is communicated.
       nbytes: Bytes for each group, each time.
       times: How often, as one factor for each loop around it: its number of steps, or
         its name if only a run determines that number. A branch counts as run.
-      sources: Of a permute, for each group the group whose slice it gets; else ().
-      wire: Of a reduction how it is encoded; `nbytes` are those of the encoded slice.
-      secure: Of a secure sum, the least number of groups that it sums; else 0.
       levels: The partitions of nested programs, outermost first. The groups of the last
         one send or receive the value; they are inside groups of the others.
-      population: Of a move between a population and its cohort of groups, the number of
-        slices of the population; else 0.
     """
 
     round: str
-    op: str
+    step: Exchange
     value: Value
     nbytes: int
     times: tuple[int | str, ...] = ()
-    sources: tuple[int, ...] = ()
-    wire: Wire | None = None
-    secure: int = 0
     levels: tuple[Partition, ...] = ()
-    population: int = 0
+
+    @property
+    def op(self) -> str:
+        """What is done with the value, as text.
+
+        `broadcast` or `scatter` (down); the reduction (up): `sum`, `mean`, `max`,
+        `min`, `gather` or `fold`; or a move between groups: `permute`, `take` or
+        `put_add`.
+        """
+        return self.step.op
+
+    @property
+    def wire(self) -> Wire | None:
+        """Of a reduction how it is encoded; `nbytes` are those of the encoded slice."""
+        return getattr(self.step, "wire", None)
+
+    @property
+    def secure(self) -> int:
+        """Of a secure sum, the least number of groups that it sums; else 0."""
+        return getattr(self.step, "secure", 0)
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Of a permute, for each group the group whose slice it gets; else ()."""
+        return getattr(self.step, "sources", ())
+
+    @property
+    def population(self) -> int:
+        """The number of slices of the population between which and groups it moves.
+
+        0 if it is no move between a population and its cohort of groups.
+        """
+        return getattr(self.step, "population", 0)
 
     @property
     def between(self) -> bool:
         """Whether the value is communicated from groups to groups."""
-        return self.op in MOVES
+        return self.step.direction == "between"
 
     @property
     def down(self) -> bool:
         """Whether the value is communicated from the server to the groups."""
-        return self.op in ("broadcast", "scatter")
+        return self.step.direction == "down"
 
     def line(self, width: int) -> str:
         """Format the message as a line of text for the printed ledger.
@@ -171,7 +190,7 @@ class Ledger(Record):
         times = 1
         for i, around in enumerate(outer):
             times *= -(-around.size // self._devices(around.name, i == 0))
-        return times * self._slices(message, partition.size, devices)
+        return times * message.step.slices_per_device(partition.size, devices)
 
     def _devices(self, name: str | None, outermost: bool) -> int:
         """Return the number of devices that share the groups of a level.
@@ -182,35 +201,6 @@ class Ledger(Record):
         if outermost or name is None:
             return self.devices
         return dict(self.devices_of).get(name, 1)
-
-    def _slices(self, message: Message, size: int, devices: int) -> int:
-        """Count the slices that one device puts into one collective of a message.
-
-        The message's level has `size` groups on `devices` devices. A broadcast or
-        scatter needs none, as each device has the server's value. A reduction needs 1,
-        a partial reduction. A gather needs the slices of the device's groups, a permute
-        those that leave the device, and a take or put_add those of all groups (or,
-        where an all-gather is smaller, those of the device).
-        """
-        per_device = -(-size // devices)
-        if message.down:
-            return 0
-        if message.op == "gather":
-            return per_device
-        if message.op == "permute":
-            leaving = collections.Counter(
-                source // per_device
-                for group, source in enumerate(message.sources)
-                if source // per_device != group // per_device
-            )
-            return max(leaving.values(), default=0)
-        if not message.between:
-            return 1
-        # A take is one reduce-scatter of zeros and slices, for all groups; if it gives
-        # more slices than it takes, it is an all-gather of these.
-        other = message.population or size
-        source, result = (size, other) if message.value.partitioned else (other, size)
-        return -(-source // devices) if result > source else result
 
     @property
     def open_loops(self) -> tuple[str, ...]:

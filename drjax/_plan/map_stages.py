@@ -1,4 +1,4 @@
-"""Rewrite the stages of a plan; its rounds, communication and values stay.
+"""Rewrite the stages of a plan; its exchanges and values stay.
 
 The planner adds plans of inner levels so, and backends replace or remove them.
 
@@ -9,35 +9,29 @@ the plan of an inner level, `Stage.inner`, is the function's own concern.
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
-from drjax.plan import Fold, Loop, Plan, Round, Stage
+from drjax.plan import Fold, Plan, Stage, Step
 
 
 def map_stages(fn: Callable[[Stage], Stage], plan: Plan) -> Plan:
     """Copy a plan with each stage replaced by `fn(stage)`, also in bodies of loops.
 
     A stage is of the server, of the groups, or the function of a fold; `fn` keeps its
-    inputs and outputs. Rounds, communication and values stay. The plan of an inner
+    inputs and outputs. Exchanges and values stay. The plan of an inner
     level, `stage.inner`, is not visited: `fn` may replace it.
     """
 
-    def of_round(a_round: Round) -> Round:
-        return replace(
-            a_round,
-            server=fn(a_round.server),
-            local=fn(a_round.local),
-            loops=tuple(map(of_loop, a_round.loops)),
-            folds=tuple(map(of_fold, a_round.folds)),
-        )
+    def mapped(step: Any) -> Step:
+        if isinstance(step, Stage):
+            return fn(step)
+        if isinstance(step, Fold):
+            return replace(step, combine=fn(step.combine))
+        if not step.bodies:
+            return step
+        return replace(step, bodies=tuple(map_stages(fn, b) for b in step.bodies))
 
-    def of_loop(loop: Loop) -> Loop:
-        return replace(loop, bodies=tuple(map_stages(fn, b) for b in loop.bodies))
-
-    def of_fold(fold: Fold) -> Fold:
-        return replace(fold, combine=fn(fold.combine))
-
-    rounds = tuple(map(of_round, plan.rounds))
-    return replace(plan, rounds=rounds, server=fn(plan.server))
+    return replace(plan, steps=tuple(map(mapped, plan.steps)))
 
 
 def without_inner(plan: Plan) -> Plan:

@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, Union
+from typing import Any, ClassVar, Union
 
 import numpy as np
 
@@ -23,6 +23,12 @@ from drjax._partition import integer_of
 
 class Record:
     """Base of the dataclasses of a plan, which checks their fields when one is made."""
+
+    # By name, as records of different modules have each other in their annotations.
+    records: ClassVar[dict[str, type["Record"]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        Record.records[cls.__name__] = cls
 
     def __post_init__(self) -> None:
         for name, expected, convert in _checks(type(self)):
@@ -44,7 +50,7 @@ Converter = Callable[[Any], Any]
 @functools.cache
 def _checks(cls: type) -> list[tuple[str, str, Converter]]:
     """List of each field its name, its type as text, and its converter."""
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, localns=Record.records)
     return [
         (f.name, _text(hints[f.name]), converter)
         for f in fields(cls)

@@ -6,53 +6,135 @@ drawn, and no backend meets a value of another kind, shape or dtype than it expe
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from drjax._compat.types import Aval
 from drjax._jaxprs.prng_keys import raw_type
+from drjax._plan.uses import check_defined, check_order
 from drjax._plan_file.exported_stage import ExportedStage
 from drjax._primitives.reduce_ops import REDUCE_OPS
-from drjax.plan import Loop, Plan, Reduce, Round, Stage, Value
+from drjax.plan import (
+    Broadcast,
+    Columns,
+    Cond,
+    Exchange,
+    Fold,
+    Gather,
+    Loop,
+    Move,
+    Permute,
+    Plan,
+    Program,
+    PutAdd,
+    Reduce,
+    Round,
+    Rules,
+    Scan,
+    Scatter,
+    Stage,
+    Step,
+    Take,
+    Value,
+    While,
+)
 
 
 def check_plan(plan: Plan) -> None:
-    """Check the order and the types of all steps of a plan; bodies are plans."""
+    """Check the order, the form and the types of all steps of a plan."""
+    _check_form(plan)
     check_order(plan)
     for a_round in plan.rounds:
-        _check_round(a_round, plan)
+        for step in a_round.steps:
+            check_step(step, plan, a_round)
     _check_server(plan.server)
 
 
-def _check_round(a_round: Round, plan: Plan) -> None:
-    _check_server(a_round.server)
-    _all_global(a_round.broadcast, "a broadcast")
-    for whole, slices in a_round.scatter:
-        sent = (slices.whole_shape(plan.size), slices.dtype)
-        if whole.partitioned or (whole.shape, whole.dtype) != sent:
-            raise ValueError("a scatter has slices of another type than its value")
-        _all_partitioned([slices], "a scatter")
-    local = a_round.local
-    _all_partitioned(local.outputs, "the work of a group")
+def _check_form(plan: Plan) -> None:
+    """Check that the steps of each round are in the order that `Round` says.
+
+    After the last round comes one stage of the server.
+    """
+    if not plan.steps or not isinstance(plan.steps[-1], Stage):
+        raise ValueError("a plan does not end with a stage")
+    if isinstance(plan.steps[0], Stage) and plan.steps[0].local:
+        raise ValueError("a plan begins in the groups")
+    for a_round in plan.rounds:
+        ranks = [*map(_rank, a_round.steps)]
+        if ranks != sorted(ranks) or ranks.count(0) != 1 or ranks.count(2) != 1:
+            raise ValueError("a round has its steps in another order")
+    if sum(len(a_round.steps) for a_round in plan.rounds) + 1 != len(plan.steps):
+        raise ValueError("a plan has steps that are in no round")
+
+
+def _rank(step: Step) -> int:
+    if isinstance(step, Stage):
+        return 2 if step.local else 0
+    if isinstance(step, Exchange):
+        return 1 if step.direction == "down" else 3
+    return 4
+
+
+# -------------------------------------------------------------------------------------
+# Steps
+
+# The check of a step in a plan and a round: `ValueError` if no plan could have it.
+check_step: Rules[None] = Rules("a plan file")
+
+
+@check_step.rule(Stage)
+def _check_stage(stage: Stage, plan: Plan, a_round: Round) -> None:
+    if not stage.local:
+        _check_server(stage)
+        return
+    _all_partitioned(stage.outputs, "the work of a group")
     copies = {v.name for v in a_round.broadcast}
-    check_known([v.name for v in local.inputs if not v.partitioned], copies)
-    sources = [r.source for r in a_round.reduces]
-    sources += [v for fold in a_round.folds for v in fold.sources]
-    check_known([v.name for v in sources], {v.name for v in local.outputs})
-    for reduce in a_round.reduces:
-        _check_reduce(reduce, plan.size)
-    for loop in a_round.loops:
-        _LOOPS[loop.op](loop)
-        if loop.op in ("scan", "while", "cond"):
-            for body in loop.bodies:
-                if body.partition != plan.partition:
-                    raise ValueError("the body of a loop has other groups than it")
+    check_defined([v.name for v in stage.inputs if not v.partitioned], copies)
+    combined = [step for step in (*a_round.reduces, *a_round.folds)]
+    sources = [v for step in combined for v in step.inputs if v.partitioned]
+    check_defined([v.name for v in sources], {v.name for v in stage.outputs})
+    if stage.inner is not None:
+        _check_inner(stage.inner, stage)
+
+
+def _check_inner(inner: Plan, stage: Stage) -> None:
+    """Check that the plan of an inner level has the types of its stage.
+
+    Its inputs must have the types of a group index, int32 `[]`, and then of the stage's
+    inputs; its outputs those of the stage's outputs. `stage` is the local stage of the
+    outer level, in each of whose groups the plan runs.
+    """
+
+    def types(values: Sequence[Value]) -> list[tuple[tuple[int, ...], Any]]:
+        return [(v.whole_shape(inner.size), v.dtype) for v in values]
+
+    of_stage = lambda values: [(v.shape, v.dtype) for v in values]
+    index = ((), np.dtype(np.int32))
+    if types(inner.inputs) != [index, *of_stage(stage.inputs)]:
+        raise ValueError("the plan of an inner level takes other values")
+    if types(inner.outputs) != of_stage(stage.outputs):
+        raise ValueError("the plan of an inner level gives other values")
 
 
 def _check_server(stage: Stage) -> None:
     _all_global((*stage.inputs, *stage.outputs), "the server")
+
+
+@check_step.rule(Broadcast)
+def _check_broadcast(step: Broadcast, *_: Any) -> None:
+    _all_global([step.source], "a broadcast")
+
+
+@check_step.rule(Scatter)
+def _check_scatter(step: Scatter, plan: Plan, a_round: Round) -> None:
+    whole, slices = step.source, step.result
+    sent = (slices.whole_shape(plan.size), slices.dtype)
+    if whole.partitioned or (whole.shape, whole.dtype) != sent:
+        raise ValueError("a scatter has slices of another type than its value")
+    _all_partitioned([slices], "a scatter")
 
 
 def _all_global(values: Iterable[Value], what: str) -> None:
@@ -65,12 +147,82 @@ def _all_partitioned(values: Iterable[Value], what: str) -> None:
         raise ValueError(f"{what} gives a value that is not partitioned")
 
 
-def _check_reduce(reduce: Reduce, size: int) -> None:
-    source, result = reduce.source, reduce.result
-    shape = (size, *source.shape) if reduce.op == "gather" else source.shape
+def _check_global_result(step: Reduce | Gather, shape: tuple[int, ...]) -> None:
+    source, result = step.source, step.result
     reduced = (result.shape, result.dtype, result.partitioned)
     if reduced != (shape, source.dtype, False) or not source.partitioned:
-        raise ValueError(f"a {reduce.op} gives another type than that of slices")
+        raise ValueError(f"a {step.op} gives another type than that of slices")
+
+
+@check_step.rule(Reduce)
+def _check_reduce(step: Reduce, *_: Any) -> None:
+    if step.op not in REDUCE_OPS:
+        raise ValueError(f"{step.op[:60]} is none of {', '.join(REDUCE_OPS)}")
+    _check_global_result(step, step.source.shape)
+    additive = REDUCE_OPS[step.op].additive
+    floats = jnp.issubdtype(step.source.dtype, jnp.floating)
+    if step.wire is not None and not (additive and floats):
+        raise ValueError(f"a {step.op} of {step.source} cannot be encoded")
+    if step.secure and (step.op not in ("sum", "mean") or step.secure < 2):
+        raise ValueError(f"a {step.op} of {step.secure} groups cannot be secure")
+    bound = step.bound
+    if bound is not None and not (step.secure and 0 < bound < math.inf):
+        raise ValueError(f"{str(bound)[:60]} is no bound of a secure sum")
+
+
+@check_step.rule(Gather)
+def _check_gather(step: Gather, plan: Plan, a_round: Round) -> None:
+    _check_global_result(step, (plan.size, *step.source.shape))
+    if step.sharded not in (False, True, "auto"):
+        raise ValueError(f"{str(step.sharded)[:60]} is no layout of a result")
+
+
+@check_step.rule(Fold)
+def _check_fold(step: Fold, *_: Any) -> None:
+    types = lambda xs: [(v.shape, v.dtype) for v in xs]
+    state, combine = types(step.results), step.combine
+    sides = combine.inputs[max(0, len(combine.inputs) - 2 * len(state)) :]
+    if not state or any(
+        types(xs) != state for xs in (step.init, step.sources, combine.outputs)
+    ):
+        raise ValueError("a fold has states of different types")
+    if types(sides) != state * 2:
+        raise ValueError("a fold has no function of two states")
+    global_ones = (*step.init, *step.results, *combine.inputs, *combine.outputs)
+    if any(v.partitioned for v in global_ones):
+        raise ValueError("a fold has a neutral state or a result that is partitioned")
+    if not all(v.partitioned for v in step.sources):
+        raise ValueError("a fold has states that are not partitioned")
+
+
+@check_step.rule(Permute)
+def _check_permute(step: Permute, plan: Plan, a_round: Round) -> None:
+    if not (step.source.partitioned and step.result.partitioned):
+        raise ValueError("a permute moves values that are not partitioned")
+    _check_slices(step)
+    # Their number first: a file may claim any number of groups.
+    if len(step.sources) != plan.size or sorted(step.sources) != [*range(plan.size)]:
+        raise ValueError("a permute has no permutation of the groups")
+
+
+@check_step.rule(Take, PutAdd)
+def _check_indexed(step: Take | PutAdd, plan: Plan, a_round: Round) -> None:
+    if not (step.source.partitioned or step.result.partitioned):
+        raise ValueError(f"a {step.op} moves values that are not partitioned")
+    _check_slices(step)
+    indexed = step.result if isinstance(step, Take) else step.source
+    slices = plan.size if indexed.partitioned else indexed.shape[0]
+    index = step.index
+    if index.partitioned or (index.shape, index.dtype) != ((slices,), np.int32):
+        raise ValueError(f"a {step.op} has no index of the groups")
+
+
+def _check_slices(step: Move) -> None:
+    # A population has its slices along axis 0.
+    ends = step.source, step.result
+    first, second = ((v.shape[not v.partitioned :], v.dtype) for v in ends)
+    if first != second or any(not (v.partitioned or v.shape) for v in ends):
+        raise ValueError(f"a {step.op} changes the type of slices")
 
 
 # -------------------------------------------------------------------------------------
@@ -96,10 +248,16 @@ def _steps(stacks: Sequence[Value], steps: Sequence[Value], length: int) -> None
             raise ValueError("a scan has stacks of another type than its steps")
 
 
-def _check_scan(loop: Loop) -> None:
+def _same_groups(loop: Loop, plan: Plan) -> None:
+    for body in loop.bodies:
+        if body.partition != plan.partition:
+            raise ValueError("the body of a loop has other groups than it")
+
+
+@check_step.rule(Scan)
+def _check_scan(loop: Scan, plan: Plan, a_round: Round) -> None:
+    _same_groups(loop, plan)
     (body,), (consts,) = loop.bodies, loop.consts
-    if loop.length is None:
-        raise ValueError("a scan has no number of steps")
     first = consts + loop.carry
     _same(loop.inputs[:first], body.inputs[:first], "a scan")
     _same(loop.inputs[consts:first], loop.outputs[: loop.carry], "a scan")
@@ -110,11 +268,13 @@ def _check_scan(loop: Loop) -> None:
     _steps(loop.outputs[loop.carry :], body.outputs[loop.carry :], loop.length)
 
 
-def _check_while(loop: Loop) -> None:
+@check_step.rule(While)
+def _check_while(loop: While, plan: Plan, a_round: Round) -> None:
+    _same_groups(loop, plan)
     (condition, body), (of_condition, of_body) = loop.bodies, loop.consts
     first = of_condition + of_body
     carried = loop.inputs[first:]
-    if len(carried) != loop.carry or loop.length is not None:
+    if len(carried) != loop.carry:
         raise ValueError("a while has other values than it is said to")
     _same((*loop.inputs[:of_condition], *carried), condition.inputs, "a while")
     _same((*loop.inputs[of_condition:first], *carried), body.inputs, "a while")
@@ -125,10 +285,12 @@ def _check_while(loop: Loop) -> None:
         raise ValueError("a while has a condition that is no bool")
 
 
-def _check_cond(loop: Loop) -> None:
+@check_step.rule(Cond)
+def _check_cond(loop: Cond, plan: Plan, a_round: Round) -> None:
+    _same_groups(loop, plan)
     index, *operands = loop.inputs
-    if not loop.bodies or loop.consts or loop.carry or loop.length is not None:
-        raise ValueError("a cond has other values than it is said to")
+    if not loop.bodies:
+        raise ValueError("a cond has no branches")
     if _type(index) != ((), np.dtype(np.int32), False, 0):
         raise ValueError("a cond has an index that is no int32")
     for branch in loop.bodies:
@@ -136,7 +298,8 @@ def _check_cond(loop: Loop) -> None:
         _same(loop.outputs, branch.outputs, "a cond")
 
 
-def _check_program(loop: Loop) -> None:
+@check_step.rule(Program)
+def _check_program(loop: Program, *_: Any) -> None:
     (body,) = loop.bodies
     _all_global((*loop.inputs, *loop.outputs), "a program over other groups")
     if body.partition is None:
@@ -147,17 +310,18 @@ def _check_program(loop: Loop) -> None:
             raise ValueError("a program over other groups has other types")
 
 
-def check_columns(loop: Loop) -> None:
-    """Check that the body of a `columns` loop is of the types of the loop.
+@check_step.rule(Columns)
+def _check_columns(loop: Columns, *_: Any) -> None:
+    """Check that the body of work on columns has its types.
 
     Its body has one round, whose groups are the coordinates; its inputs and outputs
     have the sizes of those of the loop.
     """
     (body,) = loop.bodies
     (a_round,) = body.rounds
-    others = (*a_round.scatter, *a_round.moves, *a_round.loops, *a_round.folds)
-    gathers = any(r.op == "gather" for r in a_round.reduces)
-    if others or gathers or not a_round.server.empty or not body.server.empty:
+    known = (Stage, Broadcast, Reduce)
+    others = [step for step in a_round.steps if not isinstance(step, known)]
+    if others or not a_round.server.empty or not body.server.empty:
         raise ValueError("columns are computed by more than one stage")
     if body.partition is None or body.inputs != a_round.local.inputs:
         raise ValueError("the stage of a column takes other values than its plan")
@@ -166,63 +330,6 @@ def check_columns(loop: Loop) -> None:
         if [(math.prod(v.shape), v.dtype) for v in outer] != sizes:
             raise ValueError("the columns have other sizes than the slices")
     _all_global((*loop.inputs, *loop.outputs), "work on columns")
-
-
-_LOOPS: dict[str, Callable[[Loop], None]] = {
-    "scan": _check_scan,
-    "while": _check_while,
-    "cond": _check_cond,
-    "program": _check_program,
-    "columns": check_columns,
-}
-
-LOOPS = tuple(_LOOPS)
-
-# -------------------------------------------------------------------------------------
-# The order
-
-
-def check_order(plan: Plan) -> None:
-    """Check that each value of a plan is produced before it is used.
-
-    Bodies of loops and inner levels are left out, as they are plans of their own.
-    """
-    known = {v.name for v in plan.inputs}
-
-    def use(values: Iterable[Value]) -> None:
-        check_known([v.name for v in values], known)
-
-    def produce(values: Iterable[Value]) -> None:
-        known.update(v.name for v in values)
-
-    for a_round in plan.rounds:
-        use(a_round.server.inputs)
-        produce(a_round.server.outputs)
-        use((*a_round.broadcast, *(whole for whole, _ in a_round.scatter)))
-        produce(slices for _, slices in a_round.scatter)
-        use(a_round.local.inputs)
-        produce(a_round.local.outputs)
-        use(reduce.source for reduce in a_round.reduces)
-        produce(reduce.result for reduce in a_round.reduces)
-        for folded in a_round.folds:
-            use(folded.inputs)
-            produce(folded.results)
-        for moved in a_round.moves:
-            use(moved.inputs)
-            produce([moved.result])
-        for loop in a_round.loops:
-            use(loop.inputs)
-            produce(loop.outputs)
-    use(plan.server.inputs)
-    produce(plan.server.outputs)
-    use(plan.outputs)
-
-
-def check_known(names: Iterable[str], known: Set[str]) -> None:
-    """Raise `ValueError` if one of `names` is not among those `known`."""
-    if unknown := set(names) - known:
-        shown = [name[:60] for name in sorted(unknown)[:5]]
-        raise ValueError(f"{shown} are used before they are made")
 
 
 # -------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 from drjax import _storage
 from drjax._errors import PlanFileError
 
-FORMAT, VERSION = "drjax plan", 1
+FORMAT, VERSION = "drjax plan", 2
 MANIFEST_LIMIT = 32 << 20  # bytes; as Python objects JSON takes some 20 times as much
 _MANIFEST = "manifest.json"
 _LONGEST = 600  # letters of what is wrong with a file, in an error

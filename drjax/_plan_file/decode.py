@@ -14,10 +14,10 @@ custom calls it makes; see `custom_calls`.
 import io
 import math
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,22 +27,30 @@ from drjax._compat.types import Array, ClosedJaxpr
 from drjax._errors import PlanFileError
 from drjax._jaxprs.prng_keys import from_raw, key_dtype, raw_type, to_raw
 from drjax._partition import Partition
+from drjax._plan.uses import check_defined
 from drjax._plan_file import json_values, pytrees
-from drjax._plan_file.check_plan import LOOPS, check_batches, check_known, check_plan
+from drjax._plan_file.check_plan import check_batches, check_plan
 from drjax._plan_file.container import check_used, malformed
 from drjax._plan_file.custom_calls import check_allowed, check_declared
-from drjax._plan_file.decode_communication import (
-    Values,
-    checked_inner,
-    fold,
-    move,
-    reduce,
-)
 from drjax._plan_file.encode import batched_results, ledger
 from drjax._plan_file.exported_stage import ExportedFunction, ExportedStage
+from drjax._plan_file.json_values import Json
+from drjax._plan_file.step_fields import (
+    PLANS,
+    STAGE,
+    VALUE,
+    VALUES,
+    WIRE,
+    fields_of,
+    has_default,
+    step_class,
+)
 from drjax._planner.open_groups import fixed_by
 from drjax._planner.stage_values import new_value
-from drjax.plan import Fold, Loop, Plan, Round, Stage, Value
+from drjax.plan import Plan, Stage, Step, Value, Wire
+
+# From names to the values of the plan that have these names, in order.
+Values: TypeAlias = Callable[[Iterable[str]], tuple[Value, ...]]
 
 _ORIGIN = ("producer", "calling_convention", "platforms", "x64", "prng")
 
@@ -138,88 +146,74 @@ class _PlanReader:
 
         def values(names: Iterable[str]) -> tuple[Value, ...]:
             names = json_values.items(names)
-            check_known(names, table.keys())
+            check_defined(names, table.keys())
             return tuple(table[name] for name in names)
 
-        rounds = tuple(self._round(entry, values, size) for entry in data["rounds"])
+        steps = [self._step(x, values, partition) for x in data["steps"]]
         inputs, outputs = values(data["inputs"]), values(data["outputs"])
         plan = Plan(
             json_values.text(data["name"]),
             partition,
-            rounds,
-            self.stages.stage(data["server"], values, local=False),
+            tuple(steps),
             inputs,
             outputs,
             _tree(data["in_tree"], inputs),
             _tree(data["out_tree"], outputs),
             data.get("open_groups") is True,
         )
+        check_plan(plan)
         if plan.open_groups and (plan.partition is None or fixed_by(plan)):
             raise ValueError("it cannot run with any number of groups")
-        check_plan(plan)
         kept = plan.kept()
-        for entry, a_round in zip(data["rounds"], rounds, strict=True):
+        of_groups = (x for x in data["steps"] if x.get("local"))
+        for entry, a_round in zip(of_groups, plan.rounds, strict=True):
             # Results of the batched function are identified by their position alone.
             results = batched_results(a_round, kept)
-            if results != {key: entry["groups"][key] for key in results}:
+            if results != {key: entry[key] for key in results}:
                 raise ValueError("a batch gives other results than the round needs")
         if self.stages.run:
             check_batches(plan)
         return plan
 
-    def _round(self, data: dict[str, Any], values: Values, size: int) -> Round:
-        """Build a round of a plan from its JSON data.
+    def _step(
+        self, data: dict[str, Any], values: Values, partition: Partition | None
+    ) -> Step:
+        """Build a step from its JSON data: `step`, the name of its class, and fields.
 
-        They have `server`, `broadcast`, `scatter`, `groups` (the local stage),
-        `reduces`, `loops`, perhaps `moves` and `folds`. `size` is n; 0 without a
-        partition.
+        `partition` is that of the plan.
         """
-        scatter = []
-        for pair in data["scatter"]:
-            whole, slices = values(pair)
-            scatter.append((whole, slices))
-        local = self.stages.stage(data["groups"], values, local=True)
-        if "inner" in data["groups"]:
-            inner = self.plan(data["groups"]["inner"])
-            local = replace(local, inner=checked_inner(inner, local))
-        return Round(
-            self.stages.stage(data["server"], values, local=False),
-            values(data["broadcast"]),
-            tuple(scatter),
-            local,
-            tuple(reduce(entry, values) for entry in data["reduces"]),
-            # Files of earlier versions have none.
-            tuple(move(entry, values, size) for entry in data.get("moves", ())),
-            tuple(self._loop(entry, values) for entry in data["loops"]),
-            tuple(self._fold(entry, values) for entry in data.get("folds", ())),
-        )
+        cls = step_class(json_values.text(data["step"]))
+        if cls is Stage:
+            over = () if partition is None else (partition,)
+            stage = self.stages.stage(data, values, over if data["local"] else ())
+            if "inner" in data:
+                stage = replace(stage, inner=self.plan(data["inner"]))
+            return stage
+        known = {name: (form, default) for name, form, default in fields_of(cls)}
+        if unknown := data.keys() - known.keys() - {"step"}:
+            raise ValueError(f"a {cls.__name__} has no {str(sorted(unknown))[:60]}")
+        fields: dict[str, Any] = {}
+        for name, (form, default) in known.items():
+            if name in data:
+                fields[name] = self._field(form, data[name], values)
+            elif not has_default(default):
+                raise KeyError(name)
+        return cls(**fields)
 
-    def _fold(self, data: dict[str, Any], values: Values) -> Fold:
-        """Build a fold, with the stage of its function, from its JSON data.
-
-        They are `combine`, the stage, and what `decode_communication.fold` takes.
-        """
-        combine = self.stages.stage(data["combine"], values, local=False)
-        return fold(data, values, combine)
-
-    def _loop(self, data: dict[str, Any], values: Values) -> Loop:
-        """Build a loop, with a plan for each of its bodies, from its JSON data.
-
-        They have the attributes of a `Loop` as keys; its `bodies` are data of plans.
-        """
-        bodies = tuple(map(self.plan, data["bodies"]))
-        consts, carry, length = data["consts"], data["carry"], data["length"]
-        return Loop(
-            json_values.one_of(LOOPS, data["op"]),
-            json_values.text(data["name"]),
-            values(data["inputs"]),
-            values(data["outputs"]),
-            bodies,
-            tuple(map(json_values.count, consts)),
-            json_values.count(carry),
-            None if length is None else json_values.count(length),
-            data["reverse"] is True,
-        )
+    def _field(self, form: str, data: Json, values: Values) -> Any:
+        """Build a field of a step, of one of the forms of `step_fields.py`."""
+        if form is VALUE:
+            return values([data])[0]
+        if form is VALUES:
+            return values(data)
+        if form is STAGE:
+            return self.stages.stage(data, values, ())
+        if form is PLANS:
+            return tuple(map(self.plan, json_values.items(data)))
+        if form is WIRE:
+            dtype, block = json_values.items(data)
+            return Wire(json_values.text(dtype), json_values.count(block))
+        return json_values.plain(data)
 
 
 def _partition(data: dict[str, Any] | None) -> Partition | None:
@@ -252,8 +246,10 @@ class _StageReader:
         self.used: set[str] = set()
         self._members, self._consts = members, dict[tuple[str, Any], np.ndarray]()
 
-    def stage(self, data: dict[str, Any], values: Values, local: bool) -> Stage:
-        """Build a stage, of the groups if `local`, else of the server.
+    def stage(
+        self, data: dict[str, Any], values: Values, over: tuple[Partition, ...]
+    ) -> Stage:
+        """Build a stage, of the groups of a partition, or with () of the server.
 
         The names of its members, the files in the zip with its code and constants, are
         added to `used`. If stages are to be run, its code is read and checked, and it
@@ -262,15 +258,16 @@ class _StageReader:
         """
         inputs, outputs = values(data["inputs"]), values(data["outputs"])
         name, member = json_values.text(data["name"]), data["member"]
+        local = bool(over)
         if (member is None) != (not outputs):
             raise ValueError(f"stage {name} has results and no member, or the reverse")
         exported = None if member is None else self._exported_stage(data, member, local)
         if not self.run:
-            return Stage(name, inputs, outputs, None, exported)
+            return Stage(name, inputs, outputs, None, exported, over=over)
         if exported is not None:
             _check_code(name, exported)
         jaxpr = _jaxpr(inputs, outputs, exported, local)
-        return Stage(name, inputs, outputs, jaxpr, exported)
+        return Stage(name, inputs, outputs, jaxpr, exported, over=over)
 
     def _exported_stage(
         self, data: dict[str, Any], member: str, local: bool

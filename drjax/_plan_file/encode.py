@@ -6,6 +6,9 @@ members by name.
 Invariants: equal plans give equal contents. A loaded plan is written as it was read,
 and its origin stays that of the first writer.
 
+A step is written by the fields of its class (`step_fields.py`), so that a new kind of
+exchange needs no code here.
+
 Sharp edges: keys of the manifest and names of members are a file format, described in
 docs/plan_file_format.md. Some use older words than the code: "in_turn" is
 `ExportedStage.sequential`, and "rows" are slices of groups.
@@ -22,7 +25,16 @@ from drjax._jaxprs.prng_keys import is_key, key_impl
 from drjax._plan_file.export_plan import origin_of
 from drjax._plan_file.exported_stage import exported_of
 from drjax._plan_file.pytrees import Structure, Tree, describe
-from drjax.plan import Ledger, Loop, Move, Plan, Reduce, Round, Stage, Value
+from drjax._plan_file.step_fields import (
+    PLAIN,
+    PLANS,
+    STAGE,
+    VALUE,
+    VALUES,
+    WIRE,
+    fields_of,
+)
+from drjax.plan import Ledger, Loop, Plan, Round, Stage, Step, Value
 
 # Returns the names of values, and adds their entries to the plan's table of values.
 Names: TypeAlias = Callable[[Iterable[Value]], list[str]]
@@ -72,10 +84,7 @@ def batched_results(a_round: Round, kept: frozenset[str]) -> dict[str, list[Any]
     """
     # As `export_plan` passes them to the exporter: results have an order, and no names.
     slices = [v.name for v in a_round.local.outputs if v.name in kept]
-    partials = [{"op": r.op, "value": r.source.name} for r in a_round.partials]
-    partials += [
-        {"op": "fold", "value": v.name} for f in a_round.folds for v in f.sources
-    ]
+    partials = [{"op": op, "value": v.name} for op, v in a_round.sources]
     return {"partials": partials, "rows": slices}
 
 
@@ -106,28 +115,17 @@ class _Writer:
                 assert values.setdefault(value.name, entry) == entry, value
             return [v.name for v in used]
 
-        kept, rounds = plan.kept(), []
+        kept, steps = plan.kept(), []
         for number, a_round in enumerate(plan.rounds, 1):
             within = f"{prefix}{number}."
-            rounds.append(
-                {
-                    "server": self._stage(a_round.server, f"{within}server", names),
-                    "broadcast": names(a_round.broadcast),
-                    "scatter": [names(pair) for pair in a_round.scatter],
-                    "groups": {
-                        **self._stage(a_round.local, f"{within}groups", names),
-                        **batched_results(a_round, kept),
-                        **self._inner(a_round.local, f"{within}inner."),
-                    },
-                    "reduces": [_reduce(reduce, names) for reduce in a_round.reduces],
-                    "moves": [_move(move, names) for move in a_round.moves],
-                    "loops": [
-                        self._loop(loop, within, names) for loop in a_round.loops
-                    ],
-                    **self._folds(a_round, within, names),
-                }
-            )
-        server = self._stage(plan.server, f"{prefix}server", names)
+            for position, step in enumerate(a_round.steps):
+                if isinstance(step, Stage):
+                    steps.append(self._stage_step(step, within, names))
+                    if step.local:
+                        steps[-1] |= batched_results(a_round, kept)
+                else:
+                    steps.append(self._step(step, position, within, names))
+        steps.append(self._stage_step(plan.server, prefix, names))
         inputs, outputs = names(plan.inputs), names(plan.outputs)
         return {
             "name": plan.name,
@@ -137,8 +135,7 @@ class _Writer:
             "in_tree": _tree(plan.in_tree),
             "out_tree": _tree(plan.out_tree),
             "values": values,
-            "rounds": rounds,
-            "server": server,
+            "steps": steps,
             # Only if it is true, so that earlier versions read other files.
             **({"open_groups": True} if plan.open_groups else {}),
         }
@@ -175,29 +172,41 @@ class _Writer:
         # The keys of the manifest are a file format: "in_turn" stays.
         return {**data, "in_turn": exported.sequential}
 
-    def _inner(self, stage: Stage, prefix: str) -> dict[str, Any]:
-        """Encode the plan of the inner level of a local stage: `{"inner": {...}}`.
+    def _stage_step(self, stage: Stage, prefix: str, names: Names) -> dict[str, Any]:
+        """Encode a stage that is a step: with whether it is local, and its inner level.
 
-        {} if the stage has none, so that earlier versions can read the file.
+        `inner` is left out if it has none.
         """
-        return {} if stage.inner is None else {"inner": self.plan(stage.inner, prefix)}
+        where = "groups" if stage.local else "server"
+        data = {"step": "Stage", "local": stage.local}
+        data |= self._stage(stage, f"{prefix}{where}", names)
+        if stage.inner is not None:
+            data["inner"] = self.plan(stage.inner, f"{prefix}inner.")
+        return data
 
-    def _folds(self, a_round: Round, prefix: str, names: Names) -> dict[str, Any]:
-        """Encode the folds of a round: `{"folds": [...]}`.
+    def _step(
+        self, step: Step, position: int, prefix: str, names: Names
+    ) -> dict[str, Any]:
+        """Encode another step: its class, and its fields that have not the default.
 
-        {} if there are none, so that earlier versions can read the file.
+        `position` is that in its round, for the names of its members.
         """
-        folds = [
-            {
-                "combine": self._stage(fold.combine, f"{prefix}fold{i}", names),
-                "init": names(fold.init),
-                "sources": names(fold.sources),
-                "results": names(fold.results),
-                "commutative": fold.commutative,
-            }
-            for i, fold in enumerate(a_round.folds)
-        ]
-        return {"folds": folds} if folds else {}
+        data: dict[str, Any] = {"step": type(step).__name__}
+        for name, form, default in fields_of(type(step)):
+            x = getattr(step, name)
+            if x == default:
+                continue
+            if form is STAGE:
+                data[name] = self._stage(x, f"{prefix}{position}.{name}", names)
+            elif form is PLANS:
+                assert isinstance(step, Loop), step
+                data[name] = [
+                    self.plan(body, f"{prefix}{step.name}.{i}.")
+                    for i, body in enumerate(x)
+                ]
+            else:
+                data[name] = _FORMS[form](x, names)
+        return data
 
     def _constant(self, x: np.ndarray) -> dict[str, Any]:
         """Encode a constant: `{"member": name of its .npy file, "dtype": name}`.
@@ -216,49 +225,13 @@ class _Writer:
         self.members[name] = file.getvalue()
         return {"member": name, "dtype": str(x.dtype)}
 
-    def _loop(self, loop: Loop, prefix: str, names: Names) -> dict[str, Any]:
-        """Encode a loop: the attributes of a `Loop` as keys."""
-        bodies = [
-            self.plan(body, f"{prefix}{loop.name}.{i}.")
-            for i, body in enumerate(loop.bodies)
-        ]
-        return {
-            "op": loop.op,
-            "name": loop.name,
-            "inputs": names(loop.inputs),
-            "outputs": names(loop.outputs),
-            "bodies": bodies,
-            "consts": list(loop.consts),
-            "carry": loop.carry,
-            "length": loop.length,
-            "reverse": loop.reverse,
-        }
 
-
-def _reduce(reduce: Reduce, names: Names) -> dict[str, Any]:
-    """Encode a reduction: `{"op": ..., "values": [source, result]}`.
-
-    It has `wire`, `sharded`, `secure` and `bound` only where they are not the default.
-    """
-    data = {"op": reduce.op, "values": names((reduce.source, reduce.result))}
-    # Only where they are used, so that earlier versions read other files.
-    if reduce.wire is not None:
-        data["wire"] = [reduce.wire.dtype, reduce.wire.block]
-    options = {"sharded": reduce.sharded, "secure": reduce.secure}
-    options |= {"bound": reduce.bound}
-    return data | {name: option for name, option in options.items() if option}
-
-
-def _move(move: Move, names: Names) -> dict[str, Any]:
-    """Encode a move of slices between groups: `op`, `values` and `sources`.
-
-    The values are the source, the index if there is one, and the result.
-    """
-    return {
-        "op": move.op,
-        "values": names((*move.inputs, move.result)),
-        "sources": [*move.sources],
-    }
+_FORMS: dict[str, Callable[[Any, Names], Any]] = {
+    VALUE: lambda value, names: names([value])[0],
+    VALUES: lambda values, names: names(values),
+    WIRE: lambda wire, names: [wire.dtype, wire.block],
+    PLAIN: lambda x, names: list(x) if isinstance(x, tuple) else x,
+}
 
 
 def _partition(plan: Plan) -> dict[str, Any] | None:

@@ -27,7 +27,20 @@ from drjax._plan_file.exported_stage import PLATFORMS
 from drjax._plan_file.stage_features import StageFeatures, features_of, merge
 from drjax._planner.arguments import check_known_shapes
 from drjax._sharding.planning_context import planning
-from drjax.plan import Loop, Plan, Round, Stage
+from drjax.plan import (
+    Broadcast,
+    Fold,
+    Gather,
+    Loop,
+    Move,
+    Plan,
+    Reduce,
+    Round,
+    Rules,
+    Scatter,
+    Stage,
+    Step,
+)
 
 
 def export_plan(plan: Plan) -> Plan:
@@ -102,38 +115,15 @@ class _Export:
         It is the whole plan, with an empty `location`, or that of a loop's body or an
         inner level, with one such as `round 1, scan, `.
         """
-        kept = plan.kept()
-        rounds = tuple(
-            self._round(a_round, kept, f"{location}round {number}, ")
-            for number, a_round in enumerate(plan.rounds, 1)
-        )
-        server = self._server(plan.server, f"{location}server")
-        return replace(plan, rounds=rounds, server=server)
+        kept, steps = plan.kept(), []
+        for number, a_round in enumerate(plan.rounds, 1):
+            for step in a_round.steps:
+                within = f"{location}round {number}, "
+                steps.append(_exported(step, self, a_round, kept, within))
+        server = self.server(plan.server, f"{location}server")
+        return replace(plan, steps=(*steps, server))
 
-    def _round(self, a_round: Round, kept: frozenset[str], location: str) -> Round:
-        """Copy a round so that all of its stages are exported.
-
-        These are its server stage and its local stage, and those of its folds and
-        loops.
-        """
-        return replace(
-            a_round,
-            server=self._server(a_round.server, f"{location}server"),
-            local=self._local(a_round, kept, f"{location}groups"),
-            folds=tuple(
-                replace(fold, combine=self._server(fold.combine, f"{location}fold {i}"))
-                for i, fold in enumerate(a_round.folds)
-            ),
-            loops=tuple(self._loop(loop, location) for loop in a_round.loops),
-        )
-
-    def _loop(self, loop: Loop, location: str) -> Loop:
-        """Copy a loop so that all stages in its bodies are exported."""
-        location = f"{location}{loop.name}, "
-        bodies = tuple(self.plan(body, location) for body in loop.bodies)
-        return replace(loop, bodies=bodies)
-
-    def _server(self, stage: Stage, location: str) -> Stage:
+    def server(self, stage: Stage, location: str) -> Stage:
         """Copy a server stage with its exported function in `exported`.
 
         The function of a fold is such a stage, too. The stage itself is returned if it
@@ -144,7 +134,7 @@ class _Export:
             return stage
         return replace(stage, exported=Exporter(stage, location, self.origin).server())
 
-    def _local(self, a_round: Round, kept: frozenset[str], location: str) -> Stage:
+    def local(self, a_round: Round, kept: frozenset[str], location: str) -> Stage:
         """Copy the local stage of a round with exported functions in `exported`.
 
         Its functions return what the round needs: partial reductions, states of folds,
@@ -160,3 +150,34 @@ class _Export:
         exported = exporter.local(a_round.partials, values, a_round.folds)
         inner = stage.inner and self.plan(stage.inner, f"{location}, ")
         return replace(stage, exported=exported, inner=inner)
+
+
+# A copy of a step whose stages are exported; its round and the text of its location.
+_exported: Rules[Step] = Rules("plan.save")
+
+
+@_exported.rule(Broadcast, Scatter, Reduce, Gather, Move, Loop)
+def _of_bodies(
+    step: Any, export: _Export, a_round: Round, kept: frozenset[str], location: str
+) -> Step:
+    if not step.bodies:
+        return step
+    location = f"{location}{step.name}, "
+    return replace(step, bodies=tuple(export.plan(b, location) for b in step.bodies))
+
+
+@_exported.rule(Stage)
+def _of_stage(
+    stage: Stage, export: _Export, a_round: Round, kept: frozenset[str], location: str
+) -> Stage:
+    if stage.local:
+        return export.local(a_round, kept, f"{location}groups")
+    return export.server(stage, f"{location}server")
+
+
+@_exported.rule(Fold)
+def _of_fold(
+    fold: Fold, export: _Export, a_round: Round, kept: frozenset[str], location: str
+) -> Fold:
+    where = f"{location}fold by {fold.combine.name}"
+    return replace(fold, combine=export.server(fold.combine, where))

@@ -14,7 +14,7 @@ from drjax._plan.map_stages import without_inner
 from drjax._plan_file import container
 from drjax._plan_file.encode import encode
 from drjax._plan_file.export_plan import export_plan
-from drjax.plan import Plan, Round, Stage
+from drjax.plan import Broadcast, Plan, Round, Stage
 
 
 def file_of_stage(owner: Plan, a_round: Round) -> bytes:
@@ -28,22 +28,14 @@ def file_of_stage(owner: Plan, a_round: Round) -> bytes:
     known = {v.name for v in local.inputs}
     others = [v for fold in a_round.folds for v in (*fold.consts, *fold.init)]
     unique = {v.name: v for v in others if v.name not in known}
-    results = [r.result for r in a_round.partials]
-    results += [v for fold in a_round.folds for v in fold.results]
-    alone = Round(
-        _nothing(),
-        tuple(v for v in local.inputs if not v.partitioned),
-        (),
-        local,
-        tuple(a_round.partials),
-        folds=a_round.folds,
-    )
-    inputs, outputs = (*local.inputs, *unique.values()), (*results, *slices)
+    copies = [Broadcast(v) for v in local.inputs if not v.partitioned]
+    combined = (*a_round.partials, *a_round.folds)
+    steps = (_nothing(), *copies, local, *combined, _nothing())
+    inputs, outputs = (*local.inputs, *unique.values()), (*a_round.combined, *slices)
     plan = Plan(
         local.name,
         owner.partition,
-        (alone,),
-        _nothing(),
+        steps,
         inputs,
         outputs,
         jax.tree.structure((inputs, {})),

@@ -31,8 +31,13 @@ def count(x: Json) -> int:
     return x
 
 
-def one_of(known: tuple[str, ...], x: Json) -> str:
-    """Return `x` if it is among the names `known`; raise `ValueError` if not."""
-    if x not in known:
-        raise ValueError(f"{str(x)[:60]} is none of {', '.join(known)}")
-    return x
+def plain(x: Json) -> Any:
+    """Return `x` if it is a bool, a float, None, a count, a text or a list of them.
+
+    Lists become tuples. Anything else raises `ValueError`.
+    """
+    if x is None or type(x) in (bool, float):
+        return x
+    if isinstance(x, list):
+        return tuple(map(plain, x))
+    return text(x) if isinstance(x, str) else count(x)

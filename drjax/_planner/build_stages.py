@@ -14,7 +14,7 @@ is that of the rounds: local stages first, then loops. Sharp edges: constants th
 others need are results of the server's first stage.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias
@@ -25,22 +25,28 @@ from drjax._planner.gathered_columns import columns_loop
 from drjax._planner.naming import function_name
 from drjax._planner.partitioning.environment import Environment
 from drjax._planner.partitioning.kind import GLOBAL, Kind, shift_axis
-from drjax._planner.rematerialize_rounds import LocalStageParts, LocalWork
-from drjax._planner.rounds import (
-    RoundAssignment,
-    closed_over_by,
-    move_name,
-    reduction,
-    states_of,
-)
-from drjax._planner.stage_values import StageValues
+from drjax._planner.rematerialize_rounds import LocalWork
+from drjax._planner.rounds import RoundAssignment
+from drjax._planner.stage_values import LocalStageParts, StageValues
 from drjax._planner.trace_stages import (
-    trace_combine_stage,
     trace_local_stage,
     trace_server_stage,
 )
-from drjax._primitives.routes import partitions_of
-from drjax.plan import Fold, Loop, Move, Plan, Reduce, Round, Stage, Value
+from drjax.plan import (
+    Broadcast,
+    Columns,
+    Cond,
+    Exchange,
+    Loop,
+    Plan,
+    Program,
+    Scan,
+    Scatter,
+    Stage,
+    Step,
+    Value,
+    While,
+)
 
 
 @dataclass(frozen=True)
@@ -96,28 +102,23 @@ def build_plan(
     live = {v for v, kind in results if not kind.partitioned}
     live |= _globals_of_groups(kinds, rounds, parts)
     *server_stages, last_stage = _server_stages(rounds, values, live, work.num_rounds)
+    steps: list[Step] = []
+    for i in indices:
+        steps += [
+            server_stages[i],
+            *(Broadcast(values.value(x.var)) for x in parts[i].broadcast),
+            *(
+                Scatter(values.value(x.var), values.scattered(x.var, x.axis))
+                for x in parts[i].scatter
+            ),
+            local_stages[i],
+            *_exchanges(rounds, kinds, values, parts[i], i),
+            *loops[i],
+        ]
     return Plan(
         signature.name,
         kinds.partition,
-        tuple(
-            Round(
-                server_stages[i],
-                tuple(values.value(x.var) for x in parts[i].broadcast),
-                tuple(
-                    (values.value(x.var), values.scattered(x.var, x.axis))
-                    for x in parts[i].scatter
-                ),
-                local_stages[i],
-                _reduces(rounds, values, parts[i], i),
-                tuple(_move(eqn, kinds, values) for eqn in rounds.moves.get(i, ())),
-                loops[i],
-                tuple(
-                    _fold(eqn, values, parts[i], i) for eqn in rounds.folds.get(i, ())
-                ),
-            )
-            for i in indices
-        ),
-        last_stage,
+        (*steps, last_stage),
         tuple(map(values.value, program.invars)),
         tuple(_value_of_kind(values, v, kind) for v, kind in results),
         signature.in_tree,
@@ -144,17 +145,9 @@ def _globals_of_groups(
     and work on coordinates take them.
     """
     taken = {x.var for p in parts for x in (*p.broadcast, *p.scatter)}
-    for eqns in rounds.folds.values():
-        for eqn in eqns:
-            # What the function closes over is among what local stages take.
-            init = eqn.invars[len(closed_over_by(eqn)) : -eqn.params["n_states"]]
-            taken |= {*variables(init)}
-    for eqns in rounds.moves.values():
-        # The first operand is an output of a local stage, unless it is a population;
-        # the second is the index.
-        for eqn in eqns:
-            first = partitions_of(eqn)[0] == kinds.partition
-            taken |= {*variables(eqn.invars[first:])}
+    for index in rounds.exchanges:
+        for eqn, rule in rounds.exchanges_of(index):
+            taken |= {*variables(rule.globals_of(eqn, kinds.partition))}
     for eqns in rounds.loops.values():
         for eqn in eqns:
             operands = zip(eqn.invars, kinds.loops[eqn].operand_kinds, strict=True)
@@ -195,73 +188,32 @@ def _server_stages(
     return stages[::-1]
 
 
-def _reduces(
-    rounds: RoundAssignment, values: StageValues, parts: LocalStageParts, index: int
-) -> tuple[Reduce, ...]:
-    """List the reductions and gathers after the local stage of a round."""
-    reduces = []
-    for eqn in rounds.reduces.get(index, ()):
-        operand, result = eqn.invars[0], values.value(eqn.outvars[0])
-        source = _source(operand, values, parts, index)
-        optional = ("wire", "sharded", "secure", "bound")
-        options = {k: eqn.params[k] for k in optional if k in eqn.params}
-        name = str(reduction(eqn.primitive))
-        reduces.append(Reduce(name, source, result, **options))
-    return tuple(reduces)
-
-
-def _source(
-    operand: Var, values: StageValues, parts: LocalStageParts, index: int
-) -> Value:
-    """Return the `Value` of a local stage's output that is reduced or folded.
-
-    If the operand is in `parts.forwarded`, its slices are from an earlier round or an
-    argument: the stage returns them unchanged, as a second `Value`, which this round
-    alone has.
-    """
-    # Backends reduce outputs of the round's own stage, partly while it runs; hence
-    # slices of earlier rounds pass through it.
-    if operand in parts.forwarded:
-        return values.forwarded(operand, index)
-    return values.outgoing(operand, 0)
-
-
-def _fold(eqn: Eqn, values: StageValues, parts: LocalStageParts, index: int) -> Fold:
-    """Build the plan's `Fold` of an equation that folds the groups' states."""
-    states, closed_over = states_of(eqn), closed_over_by(eqn)
-    init = eqn.invars[len(closed_over) : len(closed_over) + len(states)]
-    return Fold(
-        trace_combine_stage(eqn, closed_over, values),
-        tuple(map(values.value, init)),
-        tuple(_source(v, values, parts, index) for v in states),
-        tuple(map(values.value, eqn.outvars)),
-        eqn.params.get("commutative", False),
-    )
-
-
-def _move(eqn: Eqn, kinds: Environment, values: StageValues) -> Move:
-    """Build the plan's `Move` of an equation that moves slices between groups.
-
-    Its source is an output of the local stage; or, if it is over another partition (a
-    population), a global value.
-    """
-    x, *index = eqn.invars
-    of_groups = partitions_of(eqn)[0] == kinds.partition
-    return Move(
-        str(move_name(eqn.primitive)),
-        values.outgoing(x, 0) if of_groups else values.value(x),
-        values.value(eqn.outvars[0]),
-        eqn.params.get("sources", ()),
-        values.value(index[0]) if index else None,
-    )
+def _exchanges(
+    rounds: RoundAssignment,
+    kinds: Environment,
+    values: StageValues,
+    parts: LocalStageParts,
+    index: int,
+) -> Iterator[Exchange]:
+    """Build the exchanges after the local stage of a round."""
+    for eqn, rule in rounds.exchanges_of(index):
+        slices = rule.slices(eqn, kinds.partition)
+        # Backends combine outputs of the round's own stage, partly while it runs; hence
+        # slices of earlier rounds pass through it.
+        through = parts.forwarded if rule.passes_through else ()
+        sources = [
+            values.forwarded(v, index) if v in through else values.outgoing(v, 0)
+            for v in slices
+        ]
+        yield rule.make(eqn, sources, values)
 
 
 # -------------------------------------------------------------------------------------
 # Loops
 
 
-def _columns(eqn: Eqn, values: StageValues) -> Loop:
-    """Build the `Loop` of a `columns` equation: work on each coordinate of slices."""
+def _columns(eqn: Eqn, values: StageValues) -> Columns:
+    """Build the step of a `columns` equation: work on each coordinate of slices."""
     inputs, outputs = (list(map(values.value, vs)) for vs in (eqn.invars, eqn.outvars))
     name, function = values.names.fresh("columns"), function_name(eqn.params["name"])
     return columns_loop(eqn, name, function, inputs, outputs)
@@ -293,7 +245,7 @@ def _loop(
         )
         for i, body in enumerate(loop.bodies)
     )
-    return Loop(op, name, inputs, outputs, bodies, **fields)
+    return _LOOPS[op](name, inputs, outputs, bodies, **fields)
 
 
 # The bodies of a loop, by its primitive: from its equation, the names of its operands
@@ -353,4 +305,7 @@ def _program(
     return [names], [result_kinds], {}
 
 
+_LOOPS: dict[str, Callable[..., Loop]] = {
+    loop.op: loop for loop in (Scan, While, Cond, Program)
+}
 _BODIES = {"scan": _scan, "while": _while, "cond": _cond, "program": _program}

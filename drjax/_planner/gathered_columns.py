@@ -33,7 +33,7 @@ from drjax._primitives.columns_lowering import (
     evaluate_columns,
 )
 from drjax._primitives.map_columns import types_of_columns
-from drjax.plan import Loop, Plan, Reduce, Round, Stage, Value
+from drjax.plan import Broadcast, Columns, Plan, Reduce, Stage, Value
 
 # Not one of `drjax.primitives`: only the planner's own jaxprs have it.
 columns_p = Primitive("columns")
@@ -71,8 +71,8 @@ def columns_loop(
     function: str,
     inputs: Sequence[Value],
     outputs: Sequence[Value],
-) -> Loop:
-    """Make the `Loop` of a `columns` equation, whose body is a plan over coordinates.
+) -> Columns:
+    """Make the step of a `columns` equation, whose body is a plan over coordinates.
 
     The body has one round. Its local stage is `function`, that of one coordinate, and
     its groups are the coordinates, in their flat order. Those inputs of its body that
@@ -93,22 +93,21 @@ def columns_loop(
     kinds = [COORDINATES if kind == WHOLE else kind for kind in p["kinds_out"]]
     outs = tuple(map(_of_coordinate, outputs, jaxpr.out_avals, kinds))
     pairs = zip(outs, outputs, p["kinds_out"], strict=True)
-    sums = tuple(Reduce("sum", out, total) for out, total, k in pairs if k == WHOLE)
+    sums = [Reduce("sum", out, total) for out, total, k in pairs if k == WHOLE]
     results = {r.source.name: r.result for r in sums}
-    local = Stage(function, ins, outs, jaxpr)
+    local = Stage(function, ins, outs, jaxpr, over=(partition,))
     nothing = Stage("server", (), (), jax.make_jaxpr(lambda: [])())
-    copies = tuple(dict.fromkeys(v for v in ins if not v.partitioned))
+    copies = map(Broadcast, dict.fromkeys(v for v in ins if not v.partitioned))
     body = Plan(
         f"{name} body 0",
         partition,
-        (Round(nothing, copies, (), local, sums),),
-        nothing,
+        (nothing, *copies, local, *sums, nothing),
         ins,
         tuple(results.get(v.name, v) for v in outs),
         None,
         None,
     )
-    return Loop("columns", name, tuple(inputs), tuple(outputs), (body,))
+    return Columns(name, tuple(inputs), tuple(outputs), (body,))
 
 
 def _of_coordinate(value: Value, aval: Aval, kind: str) -> Value:

@@ -22,7 +22,7 @@ from drjax._jaxprs.walk import deep_equations
 from drjax._plan.map_stages import map_stages
 from drjax._planner.inline import BLOCKS, uses_blocks
 from drjax._sharding.layout import make_layout
-from drjax.plan import Plan, Stage
+from drjax.plan import Plan, Program, Stage
 
 
 def with_inner_plans(plan: Plan, make: Callable[..., Plan]) -> Plan:
@@ -58,7 +58,7 @@ def _with_inner(stage: Stage, make: Callable[..., Plan]) -> Stage:
         inner = make(stage.jaxpr, stage.name, names, undeclared, results=results)
     except PlanError:
         return stage
-    side_by_side = any(loop.op == "program" for loop in inner.loops())
+    side_by_side = any(isinstance(loop, Program) for loop in inner.loops())
     # Without a partition, the blocks had no use.
     if inner.partition is None or side_by_side:
         return stage

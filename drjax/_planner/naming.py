@@ -12,14 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Primitive
 
 from drjax import primitives
 from drjax._compat.types import Atom, Eqn, PyTree, PyTreeDef, Var
 from drjax._context import OF_LIBRARY
 from drjax._planner.gathered_columns import columns_p
 from drjax._planner.inline import CONTROL
-from drjax._planner.rounds import reduction
+from drjax._primitives.reduce_ops import of_primitive
 
 
 def argument_names(
@@ -79,6 +79,14 @@ _CHOOSING = {
 }
 
 
+def _reduction(primitive: Primitive) -> str | None:
+    """The name, in plans, of a reduction or a gather, as "sum"; else None."""
+    if primitive is primitives.gather_p:
+        return "gather"
+    op = of_primitive(primitive)
+    return op and op.name
+
+
 class Names:
     """A unique name for each variable of a plan, and for other values that it needs.
 
@@ -135,7 +143,7 @@ class Names:
             elif eqn.primitive is primitives.map_fn_p:
                 name = function_name(eqn.params["name"])
                 name += f".{i}" if len(eqn.outvars) > 1 else ""
-            elif op := reduction(eqn.primitive):
+            elif op := _reduction(eqn.primitive):
                 name = f"{op}({self.of(eqn.invars[0])})"
             elif eqn.primitive is primitives.reduce_fold_p:
                 name = f"fold({function_name(eqn.params['name'])})"

@@ -23,7 +23,7 @@ dictionary is found by none of its numbers.
 import itertools
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -37,7 +37,20 @@ from drjax._jaxprs.prng_keys import to_raw
 from drjax._jaxprs.provenance import line_of_error, source_line
 from drjax._partition import Partition
 from drjax._primitives.dispatch_cache import parameter_keys, value_key
-from drjax.plan import Loop, Plan, Round, Stage, Value
+from drjax.plan import (
+    Broadcast,
+    Fold,
+    Gather,
+    Loop,
+    Move,
+    Plan,
+    Reduce,
+    Rules,
+    Scatter,
+    Stage,
+    Step,
+    Value,
+)
 
 
 def opened(
@@ -120,19 +133,39 @@ def fixed_by(plan: Plan) -> str | None:
     These depend on the number of groups. It is a clause for an error, such as `it
     gathers loss`; None if there is none.
     """
-    for a_round in plan.rounds:
-        for whole, _ in a_round.scatter:
-            return f"it scatters {whole}"
-        for reduce in a_round.reduces:
-            if reduce.op == "gather":
-                return f"it gathers {reduce.source}"
-        for move in a_round.moves:
-            return f"it moves {move.source} between groups ({move.op})"
-        for loop in a_round.loops:
-            for body in loop.bodies:
-                if (why := fixed_by(body)) is not None:
-                    return why
+    for step in plan.steps:
+        if (why := _fixed(step)) is not None:
+            return why
     return None
+
+
+# What of a step depends on the number of groups: a clause, or None.
+_fixed: Rules[str | None] = Rules("open_groups=True")
+
+
+@_fixed.rule(Stage, Broadcast, Reduce, Fold)
+def _open(step: Step) -> None:
+    return None
+
+
+@_fixed.rule(Scatter)
+def _scatters(step: Scatter) -> str:
+    return f"it scatters {step.source}"
+
+
+@_fixed.rule(Gather)
+def _gathers(step: Gather) -> str:
+    return f"it gathers {step.source}"
+
+
+@_fixed.rule(Move)
+def _moves(step: Move) -> str:
+    return f"it moves {step.source} between groups ({step.op})"
+
+
+@_fixed.rule(Loop)
+def _of_bodies(step: Loop) -> str | None:
+    return next(filter(None, map(fixed_by, step.bodies)), None)
 
 
 def _resized_type(n: Any, value: Value, leaf: Any) -> Any:
@@ -154,11 +187,11 @@ def _difference(plan: Plan, other: Plan) -> str | None:
     """
     if len(plan.rounds) != len(other.rounds):
         return "the number of rounds"
-    for pair in zip(plan.rounds, other.rounds, strict=True):
-        if (why := _difference_of_rounds(*pair)) is not None:
+    for pair in zip(plan.steps, other.steps, strict=False):
+        if (why := _difference_of_steps(*pair)) is not None:
             return why
-    if (why := _difference_of_stages(plan.server, other.server)) is not None:
-        return why
+    if len(plan.steps) != len(other.steps):
+        return "what is communicated"
     for name in ("inputs", "outputs"):
         mine, others = getattr(plan, name), getattr(other, name)
         for value, another in itertools.zip_longest(mine, others):
@@ -167,43 +200,33 @@ def _difference(plan: Plan, other: Plan) -> str | None:
     return None
 
 
-def _difference_of_rounds(a_round: Round, other: Round) -> str | None:
-    """Find the first difference between two rounds, of plans for n and n + 1 groups.
+def _difference_of_steps(step: Step, other: Step) -> str | None:
+    """Find the first difference between two steps, of plans for n and n + 1 groups.
 
-    Their stages and loops are compared, and what they communicate. It is the subject of
-    a sentence, such as `the number of loops`.
+    It is the subject of a sentence, such as `length of the loop scan`.
     """
-    stages = [(a_round.server, other.server), (a_round.local, other.local)]
-    folds = zip(a_round.folds, other.folds, strict=False)
-    stages += [(fold.combine, another.combine) for fold, another in folds]
-    for pair in stages:
-        if (why := _difference_of_stages(*pair)) is not None:
+    if type(step) is not type(other):
+        return f"what is communicated ({_named(step)} and {_named(other)})"
+    if isinstance(step, Stage) and isinstance(other, Stage):
+        return _difference_of_stages(step, other)
+    if isinstance(step, Fold) and isinstance(other, Fold):
+        if (why := _difference_of_stages(step.combine, other.combine)) is not None:
             return why
-    for loop, another in zip(a_round.loops, other.loops, strict=False):
-        for pair in zip(loop.bodies, another.bodies, strict=False):
-            if (why := _difference(*pair)) is not None:
-                return why
-        if (name := _different_field(loop, another, ("bodies",))) is not None:
-            return f"{name} of the loop {loop.name}"
-    if len(a_round.loops) != len(other.loops):
-        return "the number of loops"
-    # The stages of folds were compared.
-    name = _different_field(a_round, other, ("server", "local", "loops", "folds"))
-    folds = [[fold.inputs + fold.results for fold in x.folds] for x in (a_round, other)]
-    if name is None and folds[0] != folds[1]:
-        name = "folds"
-    return None if name is None else f"what is communicated ({name})"
-
-
-def _different_field(x: Round | Loop, y: Any, but: tuple[str, ...]) -> str | None:
-    """Return the name of the first field in which two records of a dataclass differ.
-
-    The fields in `but` are not compared.
-    """
-    for field in fields(x):
-        if field.name not in but and getattr(x, field.name) != getattr(y, field.name):
-            return field.name
+    for pair in zip(step.bodies, other.bodies, strict=False):
+        if (why := _difference(*pair)) is not None:
+            return why
+    for field in fields(cast(Any, step)):
+        mine, another = getattr(step, field.name), getattr(other, field.name)
+        # Plans and stages were compared.
+        if field.name not in ("bodies", "combine") and mine != another:
+            if isinstance(step, Loop):
+                return f"{field.name} of the loop {step.name}"
+            return f"what is communicated ({field.name} of a {_named(step)})"
     return None
+
+
+def _named(step: Step) -> str:
+    return getattr(step, "op", "stage")
 
 
 def _difference_of_stages(stage: Stage, other: Stage) -> str | None:

@@ -55,9 +55,9 @@ from drjax._jaxprs.walk import (
     variables,
 )
 from drjax._planner.bitwise_observable import bitwise_observable
+from drjax._planner.exchanges import exchange_rule
 from drjax._planner.inline import InlinedJaxpr
 from drjax._planner.partitioning.environment import Environment
-from drjax._planner.rounds import is_fold, is_reduction
 from drjax._planner.unbatching.rules import UNBATCHING_RULES
 from drjax._primitives.map_fn import eliminate_dead_code
 from drjax.primitives import broadcast_p, map_fn_p, partition_index_p, scatter_p
@@ -217,9 +217,9 @@ class _ScanPair:
         body = self.forward.body
 
         def communicates(eqn: Eqn) -> bool:
-            kinds = self.body_kinds
-            combines = is_reduction(eqn, kinds) or is_fold(eqn, kinds)
-            return combines or kinds.is_loop(eqn)
+            rule = exchange_rule(eqn, self.body_kinds)
+            combines = rule is not None and not rule.gives_slices
+            return combines or self.body_kinds.is_loop(eqn)
 
         def is_pure(var: Var, eqn: Eqn) -> bool:
             return not (communicates(eqn) or eqn.effects or var in self.observable)

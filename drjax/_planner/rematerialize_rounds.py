@@ -19,31 +19,26 @@ one; without rematerialization, its results are saved for all groups instead.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from drjax import primitives
 from drjax._compat.types import Eqn, Var
 from drjax._jaxprs.walk import variables
 from drjax._planner.bitwise_observable import bitwise_observable
+from drjax._planner.exchanges import exchange_rule
 from drjax._planner.fences import fence_p
 from drjax._planner.partitioning.environment import Environment
 from drjax._planner.partitioning.kind import Kind
-from drjax._planner.rounds import (
-    RoundAssignment,
-    closed_over_by,
-    is_move,
-    states_of,
-)
+from drjax._planner.rounds import RoundAssignment
 from drjax._planner.stage_values import (
     BroadcastOperand,
     ExpandedOperand,
+    LocalStageParts,
     Operand,
     ScatteredOperand,
     SliceOperand,
     StageValues,
 )
-from drjax._primitives.routes import partitions_of
 
 T = TypeVar("T")
 
@@ -53,42 +48,6 @@ _INPUTS_OF_STAGES = (
     primitives.scatter_p,
     primitives.partition_index_p,
 )
-
-
-@dataclass(frozen=True)
-class LocalStageParts:
-    """What the local stage of one round takes, computes and returns, for each group.
-
-    Variables are those of the inlined jaxpr.
-
-    Attributes:
-      equations: Its equations, in the order of the program.
-      computed: The variables that it computes, in that order: the keys of a dict whose
-        values are None.
-      broadcast: The global variables of which it takes a copy, as operands.
-      scatter: The global variables of which it takes a slice, as operands.
-      slices: The partitioned variables of which it takes a slice, as operands: results
-        of earlier rounds, or arguments of the program.
-      saved: The variables that it computes and whose slices it returns.
-      fenced: The bitwise-observable variables among `saved`, which the compiler must
-        not rematerialize either.
-      outgoing: Pairs `(variable, group axis)` of values that a reduction, a loop or the
-        program's results take as partitioned ones, but whose slices groups do not
-        store: global, broadcast and scattered values and group indices. Each group
-        returns its slice, or its copy.
-      forwarded: The variables among `slices` that a reduction of this round takes: the
-        stage returns their slices unchanged.
-    """
-
-    equations: Sequence[Any]
-    computed: dict[Any, None]
-    broadcast: list[BroadcastOperand]
-    scatter: list[ScatteredOperand]
-    slices: list[SliceOperand]
-    saved: list[Any]
-    fenced: frozenset[Any]
-    outgoing: list[tuple[Any, int]]
-    forwarded: list[Any]
 
 
 class LocalWork:
@@ -140,16 +99,17 @@ class LocalWork:
         equations, computed = self._equations[index], self._computed[index]
         leaving, is_slice = self._leaving[index], self._values.is_slice
         outgoing = [x for x in leaving if not is_slice(*x)]
-        folds = self._rounds.folds.get(index, ())
-        reduced = [e.invars[0] for e in self._rounds.reduces.get(index, ())]
-        reduced += [v for e in folds for v in states_of(e)]
-        forwarded = _unique(v for v in reduced if is_slice(v, 0) and v not in computed)
+        own, exchanges = self._kinds.partition, [*self._rounds.exchanges_of(index)]
+        through = [(e, rule) for e, rule in exchanges if rule.passes_through]
+        combined = [v for e, rule in through for v in rule.slices(e, own)]
+        forwarded = _unique(v for v in combined if is_slice(v, 0) and v not in computed)
         saved = [v for v in computed if self._is_saved(v, index)]
         needs: list[Operand] = [x for e in equations for x in self._values.operands(e)]
         needs += [self._values.slice_of(*x) for x in outgoing]
         needs += [SliceOperand(v) for v in forwarded]
         # Where groups are, blocks of them are folded.
-        needs += [self._values.whole_of(v) for e in folds for v in closed_over_by(e)]
+        closed_over = [v for e, rule in exchanges for v in rule.closed_over(e)]
+        needs += map(self._values.whole_of, closed_over)
         # Of an expanded array a group takes the operand that it expands.
         needs += [x.operand for x in needs if isinstance(x, ExpandedOperand)]
         slices = [x for x in needs if isinstance(x, SliceOperand)]
@@ -173,7 +133,7 @@ class LocalWork:
         loop gives the result.
         """
         rounds = self._rounds
-        indices = [*rounds.reduces, *rounds.folds, *rounds.moves, *rounds.loops]
+        indices = [*rounds.exchanges, *rounds.loops]
         # Broadcasts and indices alone need no round: a later stage has them as inputs.
         for index, eqns in rounds.local.items():
             if any(map(_is_work, eqns)):
@@ -279,16 +239,10 @@ def _leaving(
     partitioned results of the program, each once. A variable may be global; then each
     group returns its slice or copy of it.
     """
-    # A reduction takes groups along axis 0. Its operand may be global: then each group
+    # An exchange takes groups along axis 0. Its operand may be global: then each group
     # sends its slice of it, or its copy of a broadcast.
-    leaving = [(e.invars[0], 0) for e in rounds.reduces.get(index, ())]
-    # A population is not of the groups.
-    leaving += [
-        (e.invars[0], 0)
-        for e in rounds.moves.get(index, ())
-        if partitions_of(e)[0] == kinds.partition
-    ]
-    leaving += [(v, 0) for e in rounds.folds.get(index, ()) for v in states_of(e)]
+    exchanges = [*rounds.exchanges_of(index)]
+    leaving = [(v, 0) for e, r in exchanges for v in r.slices(e, kinds.partition)]
     # A loop starts after the round, so what it takes is an output of the stage.
     for eqn in rounds.loops.get(index, ()):
         pairs = zip(eqn.invars, kinds.loops[eqn].operand_kinds, strict=True)
@@ -308,7 +262,8 @@ def _gives_slices(eqn: Eqn, kinds: Environment) -> bool:
     True for a move of slices between groups, and for a loop of rounds. Groups get the
     slices of its results after the round, and cannot rematerialize them.
     """
-    return is_move(eqn, kinds) or kinds.is_loop(eqn)
+    rule = exchange_rule(eqn, kinds)
+    return kinds.is_loop(eqn) or (rule is not None and rule.gives_slices)
 
 
 def _is_work(eqn: Eqn) -> bool:

@@ -25,40 +25,18 @@ keep their order within a round. Sharp edges: a broadcast does not end a round, 
 server's stage of a round precedes its local stage.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
-from jax.extend.core import Literal, Primitive
+from jax.extend.core import Literal
 
-from drjax import _compat, primitives
+from drjax import _compat
 from drjax._compat.types import Atom, Eqn
 from drjax._jaxprs.walk import variables
+from drjax._planner.exchanges import ExchangeRule, exchange_rule
 from drjax._planner.fences import fence_p
 from drjax._planner.gathered_columns import columns_p
 from drjax._planner.partitioning.environment import Environment
-from drjax._primitives.reduce_ops import of_primitive
-from drjax._primitives.routes import MOVES, partitions_of
-
-_MOVE_NAMES = {primitive: name for name, primitive in MOVES.items()}
-
-
-def move_name(primitive: Primitive) -> str | None:
-    """Return the name, in plans, of a primitive that moves slices, or None.
-
-    The names are "permute", "take" and "put_add".
-    """
-    return _MOVE_NAMES.get(primitive)
-
-
-def reduction(primitive: Primitive) -> str | None:
-    """Return the name, in plans, of a primitive that combines all groups' slices.
-
-    "sum", "mean", "max", "min", or the name of another registered reduction of drjax;
-    "gather" for `gather_p`. None for any other primitive, also for a fold.
-    """
-    if primitive is primitives.gather_p:
-        return "gather"
-    op = of_primitive(primitive)
-    return op and op.name
 
 
 class RoundAssignment:
@@ -71,24 +49,21 @@ class RoundAssignment:
       local: From the index of a round to its equations on partitioned values. Rounds
         without such equations are missing, here and below.
       server: To its equations on global values.
-      reduces: To the reductions and gathers after its local stage.
-      folds: To its folds: reductions of the groups' states by a function of two states.
-      moves: To its moves of slices between groups.
+      exchanges: To what communicates after its local stage, in the order of a plan.
       loops: To the loops of rounds at its end.
       columns: To its `columns` equations: work on coordinates whose operands are there
         when its reductions and moves are done.
     """
 
     def __init__(self, kinds: Environment):
+        self._kinds = kinds
         self._available: dict[Any, int] = {}
         self.local: dict[int, list] = {}
         self.server: dict[int, list] = {}
-        self.reduces: dict[int, list] = {}
-        self.folds: dict[int, list] = {}
-        self.moves: dict[int, list] = {}
+        self.exchanges: dict[int, list] = {}
         self.loops: dict[int, list] = {}
         self.columns: dict[int, list] = {}
-        communicated = set[Any]()  # by reductions, folds and moves
+        communicated = set[Any]()  # by exchanges
         of_groups = set[Any]()  # the results of local stages
         # The first round in which ordered effects may run: the server's stage of a
         # round precedes its local one.
@@ -102,14 +77,8 @@ class RoundAssignment:
             if ordered:
                 index = max(index, in_groups if local else in_server)
             available = index
-            if is_reduction(eqn, kinds):
-                self.reduces.setdefault(index, []).append(eqn)
-                available = index + 1
-            elif is_fold(eqn, kinds):
-                self.folds.setdefault(index, []).append(eqn)
-                available = index + 1
-            elif is_move(eqn, kinds):
-                self.moves.setdefault(index, []).append(eqn)
+            if exchange_rule(eqn, kinds) is not None:
+                self.exchanges.setdefault(index, []).append(eqn)
                 available = index + 1
             elif kinds.is_loop(eqn):
                 self.loops.setdefault(index, []).append(eqn)
@@ -137,8 +106,23 @@ class RoundAssignment:
         # that a printed plan reads like the program.
         # Reversed: a variable that is several results has the position of the first.
         position = {v: i for i, v in reversed(list(enumerate(kinds.program.outvars)))}
-        for eqns in self.reduces.values():
-            eqns.sort(key=lambda eqn: position.get(eqn.outvars[0], len(position)))
+
+        def order(eqn: Eqn) -> tuple[int, int]:
+            rank = self._rule(eqn).rank
+            last = len(position)
+            return rank, 0 if rank else position.get(eqn.outvars[0], last)
+
+        for eqns in self.exchanges.values():
+            eqns.sort(key=order)
+
+    def _rule(self, eqn: Eqn) -> ExchangeRule:
+        rule = exchange_rule(eqn, self._kinds)
+        assert rule is not None
+        return rule
+
+    def exchanges_of(self, index: int) -> Iterator[tuple[Eqn, ExchangeRule]]:
+        """Yield what communicates after the local stage of a round, with its rules."""
+        return ((eqn, self._rule(eqn)) for eqn in self.exchanges.get(index, ()))
 
     def round_of(self, atom: Atom) -> int:
         """Return the index of the first round in which a variable is available, from 0.
@@ -147,48 +131,3 @@ class RoundAssignment:
         communicated in a round, in the next one.
         """
         return 0 if isinstance(atom, Literal) else self._available.get(atom, 0)
-
-
-def is_reduction(eqn: Eqn, kinds: Environment) -> bool:
-    """Whether an equation reduces or gathers the groups of the plan's partition.
-
-    A fold, a reduction by a function of two states, does not count: see `is_fold`.
-    """
-    if reduction(eqn.primitive) is None:
-        return False
-    # A nested program's reductions over another partition are work of one group.
-    return eqn.params["partition"] == kinds.partition
-
-
-def is_fold(eqn: Eqn, kinds: Environment) -> bool:
-    """Whether an equation is a fold over the groups of the plan's partition."""
-    is_one = eqn.primitive is primitives.reduce_fold_p
-    return is_one and eqn.params["partition"] == kinds.partition
-
-
-def states_of(eqn: Eqn) -> list[Atom]:
-    """Return the last `n_states` operands of a fold: the leaves of the groups' states.
-
-    The operands of a fold are, in this order, what its function of two states closes
-    over, the leaves of the neutral state, and the leaves of the groups' states, which
-    are partitioned.
-    """
-    return eqn.invars[len(eqn.invars) - eqn.params["n_states"] :]
-
-
-def closed_over_by(eqn: Eqn) -> list[Atom]:
-    """Return the first operands of a fold: what its function of two states closes over.
-
-    The leaves of the neutral state and those of the groups' states follow them.
-    """
-    return eqn.invars[: len(eqn.invars) - 2 * eqn.params["n_states"]]
-
-
-def is_move(eqn: Eqn, kinds: Environment) -> bool:
-    """Whether an equation moves slices to or from groups of the plan's partition.
-
-    It may move them between these groups, or between them and those of a larger
-    partition, a population of which they are a cohort.
-    """
-    is_one = eqn.primitive in _MOVE_NAMES
-    return is_one and kinds.partition in partitions_of(eqn)

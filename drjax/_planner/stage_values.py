@@ -106,6 +106,42 @@ Operand = (
 )
 
 
+@dataclass(frozen=True)
+class LocalStageParts:
+    """What the local stage of one round takes, computes and returns, for each group.
+
+    Variables are those of the inlined jaxpr.
+
+    Attributes:
+      equations: Its equations, in the order of the program.
+      computed: The variables that it computes, in that order: the keys of a dict whose
+        values are None.
+      broadcast: The global variables of which it takes a copy, as operands.
+      scatter: The global variables of which it takes a slice, as operands.
+      slices: The partitioned variables of which it takes a slice, as operands: results
+        of earlier rounds, or arguments of the program.
+      saved: The variables that it computes and whose slices it returns.
+      fenced: The bitwise-observable variables among `saved`, which the compiler must
+        not rematerialize either.
+      outgoing: Pairs `(variable, group axis)` of values that a reduction, a loop or the
+        program's results take as partitioned ones, but whose slices groups do not
+        store: global, broadcast and scattered values and group indices. Each group
+        returns its slice, or its copy.
+      forwarded: The variables among `slices` that a reduction of this round takes: the
+        stage returns their slices unchanged.
+    """
+
+    equations: Sequence[Any]
+    computed: dict[Any, None]
+    broadcast: list[BroadcastOperand]
+    scatter: list[ScatteredOperand]
+    slices: list[SliceOperand]
+    saved: list[Any]
+    fenced: frozenset[Any]
+    outgoing: list[tuple[Any, int]]
+    forwarded: list[Any]
+
+
 class StageValues:
     """The values that stages of one inlined jaxpr exchange, and their names.
 

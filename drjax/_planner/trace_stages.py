@@ -17,17 +17,18 @@ from jax.extend.core import Literal
 from drjax import _compat, primitives
 from drjax._compat.types import Array, Atom, Eqn, Var
 from drjax._jaxprs.walk import variables
+from drjax._partition import Partition
 from drjax._planner import group_index
 from drjax._planner.fences import fence_p
 from drjax._planner.gathered_columns import columns_p
 from drjax._planner.naming import function_name
 from drjax._planner.partitioning.environment import Environment
-from drjax._planner.rematerialize_rounds import LocalStageParts
 from drjax._planner.stage_values import (
     BroadcastOperand,
     ConstantOperand,
     ExpandedOperand,
     GroupIndexOperand,
+    LocalStageParts,
     Operand,
     ScatteredOperand,
     SliceOperand,
@@ -65,7 +66,7 @@ def trace_server_stage(
         return [env[v] for v in results]
 
     ins, outs = map(values.value, inputs), map(values.value, results)
-    return _trace("server", list(ins), list(outs), run, takes_index=False)
+    return _trace("server", list(ins), list(outs), run)
 
 
 def trace_local_stage(
@@ -95,7 +96,10 @@ def trace_local_stage(
     def run(group: Array, *args: Array) -> list[Array]:
         return _run_group(parts, kinds, values, group, args)
 
-    return _trace(" + ".join(names) or "slices", inputs, outputs, run, takes_index=True)
+    partition = kinds.partition
+    assert partition is not None
+    name = " + ".join(names) or "slices"
+    return _trace(name, inputs, outputs, run, over=(partition,))
 
 
 def trace_combine_stage(
@@ -121,7 +125,7 @@ def trace_combine_stage(
 
     inputs = [*(values.value(x.var) for x in copies), *sides]
     name = function_name(eqn.params["name"])
-    return _trace(name, inputs, outputs, run, takes_index=False)
+    return _trace(name, inputs, outputs, run)
 
 
 def _run_group(
@@ -207,15 +211,15 @@ def _trace(
     inputs: Sequence[Value],
     outputs: Sequence[Value],
     run: Callable[..., Sequence[Array]],
-    takes_index: bool,
+    over: tuple[Partition, ...] = (),
 ) -> Stage:
     """Trace `run` as a stage, without dead code, and assert the types of its results.
 
     It takes an array for each input, of a partitioned value the slice of one group;
-    with `takes_index`, the group index, int32 `[]`, before them.
+    `over` a partition, the group index, int32 `[]`, before them.
     """
     avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in inputs]
-    if takes_index:
+    if over:
         avals = [jax.ShapeDtypeStruct((), np.int32), *avals]
     # An equation may have been included for one of several results, or as the operand
     # of an equation whose result is a constant.
@@ -224,4 +228,4 @@ def _trace(
     avals_out: list[Any] = jaxpr.out_avals
     for aval, value in zip(avals_out, outputs, strict=True):
         assert (aval.shape, aval.dtype) == (value.shape, value.dtype), (aval, value)
-    return Stage(name, tuple(inputs), tuple(outputs), jaxpr)
+    return Stage(name, tuple(inputs), tuple(outputs), jaxpr, over=over)

@@ -21,11 +21,11 @@ from drjax._jaxprs.eval_jaxpr import as_arrays
 from drjax._plan_file.exported_stage import run_batched
 from drjax._primitives.reduce_ops import REDUCE_OPS
 from drjax._sharding.planning_context import outside_meshes
-from drjax.plan import Loop, Plan
+from drjax.plan import Columns, Plan
 
 
 def run_columns(
-    loop: Loop,
+    loop: Columns,
     inputs: Sequence[GlobalArray],
     evaluate: Callable[[ClosedJaxpr, Sequence[Array]], Sequence[Array]],
 ) -> list[GlobalArray]:

@@ -17,10 +17,22 @@ backend's own.
 """
 
 import abc
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Iterable
+from typing import Any, ClassVar, TypeAlias
 
-from drjax.plan import Loop, Move, Plan, Round, Stage, Value
+from drjax._plan import uses
+from drjax.plan import (
+    Broadcast,
+    Fold,
+    Loop,
+    Move,
+    Plan,
+    Reduce,
+    Rules,
+    Scatter,
+    Stage,
+    Value,
+)
 
 # As the backend has it: an array of JAX or numpy, a tracer, or an object that reads an
 # array later.
@@ -69,29 +81,24 @@ class PlanInterpreter(abc.ABC):
     of a round and a loop run. Partitioned values have their slices along the axis that
     the backend has for groups: always axis 0, or `Value.axis`. Rounds are numbered by
     their index in `plan.rounds`, from 0.
+
+    `rules` is the backend's table, based on `RULES`: it runs a step, as
+    `rules(step, interpreter, index, env)`, by reading from `env` and writing to it.
     """
 
     plan: Plan
+    rules: ClassVar[Rules[None]]
 
     def __call__(self, inputs: Iterable[BackendArray]) -> list[BackendArray]:
         plan, env = self.plan, Environment()
         env.write(plan.inputs, inputs)
-        read_last = names_read_last(plan)
+        read_last = iter(uses.read_last(plan))
         for index, a_round in enumerate(plan.rounds):
-            self.run_server(a_round.server, env)
-            # After the server stage, which may compute what is scattered.
-            for whole, slices in a_round.scatter:
-                env[slices] = self.scatter(slices, env[whole])
-            self.run_groups(index, env)
-            for move in a_round.moves:
-                env[move.result] = self.move(move, *env.read(move.inputs))
-            # Last, as a loop may start with results of the round's reductions.
-            for loop in a_round.loops:
-                outputs = self.run_loop(index, loop, env.read(loop.inputs))
-                env.write(loop.outputs, outputs)
-            for name in read_last[index]:
-                # Not all are there: a backend need not keep what it only reduces.
-                env.arrays.pop(name, None)
+            for step in a_round.steps:
+                self.rules(step, self, index, env)
+                for name in next(read_last):
+                    # Not all are there: a backend need not keep what it only combines.
+                    env.arrays.pop(name, None)
         self.run_server(plan.server, env)
         return env.read(plan.outputs)
 
@@ -112,8 +119,8 @@ class PlanInterpreter(abc.ABC):
         """Run the local stage of a round for all groups, and its reductions and folds.
 
         It reads the inputs of the stage from `env`. It writes to `env` the results of
-        the reductions and folds, and the slices of those outputs of the stage that are
-        read after it.
+        the reductions and folds, unless the backend has rules of its own for these, and
+        the slices of those outputs of the stage that are read after it.
         """
 
     @abc.abstractmethod
@@ -136,76 +143,38 @@ class PlanInterpreter(abc.ABC):
     def run_loop(
         self, index: int, loop: Loop, inputs: list[BackendArray]
     ) -> list[BackendArray]:
-        """Run a loop of a round, whose bodies are plans; return its outputs.
-
-        It may be a scan, a while loop, a cond, a single run of a plan over another
-        partition (`loop.op == "program"`), or work on each coordinate of gathered
-        slices (`"columns"`), which `_all_columns.run_columns` does at once.
-        """
+        """Run a loop of a round, whose bodies are plans; return its outputs."""
 
 
-# ---------------------------------------------------------------------------------
-# Liveness
+# -------------------------------------------------------------------------------------
+# The rules that backends share
+
+RULES: Rules[None] = Rules("The interpreter of plans")
 
 
-def reads_after_server(a_round: Round) -> Iterator[Value]:
-    """Iterate over the values that a round reads after its server stage has run.
-
-    They are read by its scatters, local stage, reductions, folds, moves and loops, and
-    are yielded in this order; a value that is read twice comes twice. The inputs of the
-    server stage itself are not among them. The liveness of values is computed from
-    them.
-    """
-    yield from (whole for whole, _ in a_round.scatter)
-    yield from a_round.local.inputs
-    yield from (reduce.source for reduce in a_round.reduces)
-    yield from (value for fold in a_round.folds for value in fold.inputs)
-    # Bodies are plans with values of their own: only the loop's inputs are read.
-    for communication in (*a_round.moves, *a_round.loops):
-        yield from communication.inputs
+@RULES.rule(Stage)
+def _stage(stage: Stage, run: PlanInterpreter, index: int, env: Environment) -> None:
+    if stage.local:
+        run.run_groups(index, env)
+    else:
+        run.run_server(stage, env)
 
 
-def names_read_last(plan: Plan) -> list[list[str]]:
-    """Return for each of `plan.rounds` the names of the values that it reads last.
-
-    A backend can drop their arrays after the round. The last server stage of the plan
-    and the plan's outputs are read after all rounds, so their values are in no list. A
-    value that nothing reads is in no list either.
-    """
-    last: dict[str, int] = {}
-    for index, a_round in enumerate(plan.rounds):
-        for value in (*a_round.server.inputs, *reads_after_server(a_round)):
-            last[value.name] = index
-    names: list[list[str]] = [[] for _ in plan.rounds]
-    after_rounds = {v.name for v in (*plan.server.inputs, *plan.outputs)}
-    for name, index in last.items():
-        if name not in after_rounds:
-            names[index].append(name)
-    return names
+@RULES.rule(Broadcast, Reduce, Fold)
+def _with_the_groups(*_: Any) -> None:
+    """Nothing: the groups take copies, and are combined where they run."""
 
 
-# ---------------------------------------------------------------------------------
-# Inputs of loops
+@RULES.rule(Scatter)
+def _scatter(step: Scatter, run: PlanInterpreter, index: int, env: Environment) -> None:
+    env[step.result] = run.scatter(step.result, env[step.source])
 
 
-T = TypeVar("T")
+@RULES.rule(Move)
+def _move(step: Move, run: PlanInterpreter, index: int, env: Environment) -> None:
+    env[step.result] = run.move(step, *env.read(step.inputs))
 
 
-def split_while(loop: Loop, xs: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
-    """Split a list in the order of a while loop's inputs into three parts.
-
-    They are constants of the condition, constants of the body, and carried values.
-    """
-    first, second = loop.consts[0], sum(loop.consts)
-    return [*xs[:first]], [*xs[first:second]], [*xs[second:]]
-
-
-def split_scan(loop: Loop, xs: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
-    """Split a list in the order of a scan's inputs into three parts.
-
-    They are constants, carried values, and stacks, the `xs` of `lax.scan`: each step
-    takes one entry of every stack.
-    """
-    first = sum(loop.consts)
-    second = first + loop.carry
-    return [*xs[:first]], [*xs[first:second]], [*xs[second:]]
+@RULES.rule(Loop)
+def _loop(loop: Loop, run: PlanInterpreter, index: int, env: Environment) -> None:
+    env.write(loop.outputs, run.run_loop(index, loop, env.read(loop.inputs)))

@@ -8,12 +8,14 @@ float64. Where an index is out of bounds, a take gives zeros, and a put_add drop
 slice.
 """
 
+from typing import Any
+
 import numpy as np
 
 from drjax._compat.types import Array
 from drjax._jaxprs.prng_keys import on_raw
 from drjax._primitives.reduce_ops import REDUCE_OPS
-from drjax.plan import Move
+from drjax.plan import Move, Permute, PutAdd, Rules, Take
 
 
 def move_slices(
@@ -33,11 +35,28 @@ def move_slices(
     for a permute. `groups`, n, is read only for a put_add to a partitioned value. The
     result has the dtype of `slices`, and may be of numpy where these are of JAX.
     """
-    if move.op == "permute":
-        return slices[np.asarray(move.sources, np.int32)]
-    index = np.asarray(index)
-    if move.op == "take":
-        return on_raw(lambda x: _slices_at(x, index), slices)
+    return _MOVES(move, slices, np.asarray(index), groups)
+
+
+_MOVES: Rules[np.ndarray | Array] = Rules("A move of slices on the host")
+
+
+@_MOVES.rule(Permute)
+def _permute(move: Permute, slices: np.ndarray | Array, *_: Any) -> np.ndarray | Array:
+    return slices[np.asarray(move.sources, np.int32)]
+
+
+@_MOVES.rule(Take)
+def _take(
+    move: Take, slices: np.ndarray | Array, index: np.ndarray, groups: int
+) -> np.ndarray | Array:
+    return on_raw(lambda x: _slices_at(x, index), slices)
+
+
+@_MOVES.rule(PutAdd)
+def _put_add(
+    move: PutAdd, slices: np.ndarray | Array, index: np.ndarray, groups: int
+) -> np.ndarray:
     host = np.asarray(slices)
     n = groups if move.result.partitioned else move.result.shape[0]
     totals = np.zeros((n, *host.shape[1:]), REDUCE_OPS["sum"].wide(host.dtype))

@@ -19,8 +19,8 @@ import numpy as np
 
 from drjax._errors import DrjaxError
 from drjax._jaxprs.prng_keys import from_raw, raw_type
-from drjax.backends._interpret_plan import BackendArray, split_scan, split_while
-from drjax.plan import Loop, Value
+from drjax.backends._interpret_plan import BackendArray
+from drjax.plan import Cond, Loop, Scan, Value, While
 
 # Runs one plan of a loop: from the arrays of its inputs to those of its outputs.
 Body: TypeAlias = Callable[[list[BackendArray]], list[BackendArray]]
@@ -69,12 +69,12 @@ def run(
     from the beginning, and nothing is saved.
     """
     steps = Steps() if steps is None else steps
-    if loop.op == "cond":
+    if isinstance(loop, Cond):
         # As lax.switch: an index that is out of range takes the nearest branch.
         index = int(np.clip(int(inputs[0]), 0, len(bodies) - 1))
         return bodies[index](inputs[1:])
-    if loop.op == "while":
-        condition_consts, body_consts, init = split_while(loop, inputs)
+    if isinstance(loop, While):
+        condition_consts, body_consts, init = loop.split(inputs)
         done, carry, _ = steps.load() or (0, init, [])
         # A resumed loop starts with its condition, which the saved carry decides.
         while bool(bodies[0]([*condition_consts, *carry])[0]):
@@ -83,11 +83,12 @@ def run(
             done += 1
             steps.save(done, carry, [])
         return carry
+    assert isinstance(loop, Scan), loop.op
     return _scan(loop, bodies[0], inputs, size, numpy, steps)
 
 
 def _scan(
-    loop: Loop,
+    loop: Scan,
     body: Body,
     inputs: list[BackendArray],
     size: int,
@@ -100,10 +101,10 @@ def _scan(
     of each stack to the new carried values and the step's outputs to stack. Stacked
     outputs are `[steps, ...]`, or if partitioned `[n, steps, ...]`, with n = `size`.
     """
-    consts, init, stacks = split_scan(loop, inputs)
-    _, _, stacked_values = split_scan(loop, loop.inputs)
+    consts, init, stacks = loop.split(inputs)
+    _, _, stacked_values = loop.split(loop.inputs)
     done, carry, past = steps.load() or (0, init, [])
-    outs, order = [*past], [*range(loop.length or 0)]
+    outs, order = [*past], [*range(loop.length)]
     if loop.reverse:
         order.reverse()
     # `done` counts steps in the order in which they run.

@@ -30,10 +30,22 @@ from drjax._planner.arguments import flat_inputs
 from drjax._primitives.reduce_ops import REDUCE_OPS
 from drjax.backends import _locate_failure, _python_loops
 from drjax.backends._all_columns import run_columns
-from drjax.backends._interpret_plan import Environment, PlanInterpreter
+from drjax.backends._interpret_plan import RULES, Environment, PlanInterpreter
 from drjax.backends._move_slices import move_slices
 from drjax.backends.kept import Keep
-from drjax.plan import Fold, Loop, Move, Plan, Reduce, Stage, Value
+from drjax.plan import (
+    Columns,
+    Fold,
+    Gather,
+    Loop,
+    Move,
+    Plan,
+    Program,
+    Reduce,
+    Rules,
+    Stage,
+    Value,
+)
 
 
 class GroupError(DrjaxError, RuntimeError):
@@ -127,6 +139,8 @@ class _GroupByGroup(PlanInterpreter):
     the server's work is a `GroupError`.
     """
 
+    rules = Rules("The reference backend", RULES)
+
     def __init__(self, plan: Plan, check_nans: bool):
         self.plan, self.check_nans = plan, check_nans
 
@@ -141,40 +155,21 @@ class _GroupByGroup(PlanInterpreter):
         return jnp.moveaxis(whole, slices.axis, 0)
 
     def run_groups(self, index: int, env: Environment) -> None:
-        a_round = self.plan.rounds[index]
-        stage, location = a_round.local, f"round {index + 1} of {self.plan.name}"
+        stage, location = self.plan.rounds[index].local, self.location(index)
         # Nothing is returned; but a callback or print must still run.
-        if not stage.empty or stage.jaxpr.effects:
-            outs = [
-                self._run_group(group, stage, env, location)
-                for group in range(self.plan.size)
-            ]
-            for value, slices in zip(
-                stage.outputs, zip(*outs, strict=True), strict=True
-            ):
-                env[value] = _stack(slices)
-        # Also without local work: a gather may read slices of an earlier round.
-        for reduce in a_round.reduces:
-            slices = env[reduce.source]
-            env[reduce.result] = result = _reduced(reduce, slices)
-            if self.check_nans and _locate_failure.has_nan(result):
-                raise GroupError(
-                    f"The reduction of {reduce.source.name} ({reduce.op}) yields NaN "
-                    f"in {location}: see which groups have an infinity or a NaN.",
-                    None,
-                    stage,
-                    [slices],
-                )
-        for fold in a_round.folds:
-            state, consts = env.read(fold.init), env.read(fold.consts)
-            states = env.read(fold.sources)
-            self._check_order(fold, consts, states)
-            for group in range(self.plan.size):
-                one = [x[group] for x in states]
-                state = _call(fold.combine, [*consts, *state, *one])
-            env.write(fold.results, state)
+        if stage.empty and not stage.jaxpr.effects:
+            return
+        outs = [
+            self._run_group(group, stage, env, location)
+            for group in range(self.plan.size)
+        ]
+        for value, slices in zip(stage.outputs, zip(*outs, strict=True), strict=True):
+            env[value] = _stack(slices)
 
-    def _check_order(
+    def location(self, index: int) -> str:
+        return f"round {index + 1} of {self.plan.name}"
+
+    def check_order(
         self, fold: Fold, consts: list[GlobalArray], states: list[PartitionedArray]
     ) -> None:
         """Raise `DrjaxValueError` if the first groups' states fold to two results."""
@@ -224,13 +219,48 @@ class _GroupByGroup(PlanInterpreter):
         return outs
 
     def run_loop(self, index: int, loop: Loop, inputs: list[Array]) -> list[Array]:
-        if loop.op == "columns":
+        if isinstance(loop, Columns):
             evaluate = lambda jaxpr, args: _compat.jaxpr_as_fun(jaxpr)(*args)
             return run_columns(loop, inputs, evaluate)
-        if loop.op == "program":
+        if isinstance(loop, Program):
             return _run(loop.bodies[0], inputs, self.check_nans)
         bodies = [_GroupByGroup(body, self.check_nans) for body in loop.bodies]
         return _python_loops.run(loop, bodies, inputs, self.plan.size, jnp)
+
+
+@_GroupByGroup.rules.rule(Reduce)
+def _reduce(reduce: Reduce, run: _GroupByGroup, index: int, env: Environment) -> None:
+    # Cast first: of float32 slices `np.add.reduce` has a float32 accumulator.
+    slices, op = env[reduce.source], REDUCE_OPS[reduce.op]
+    host = np.asarray(slices)
+    with np.errstate(invalid="ignore"):  # infinities of either sign
+        total = op.ufunc.reduce(host.astype(op.wide(host.dtype)), axis=0)
+    result = jnp.asarray(op.finish(total, host.shape[0]), dtype=host.dtype)
+    if run.check_nans and _locate_failure.has_nan(result):
+        raise GroupError(
+            f"The reduction of {reduce.source.name} ({reduce.op}) yields NaN "
+            f"in {run.location(index)}: see which groups have an infinity or a NaN.",
+            None,
+            run.plan.rounds[index].local,
+            [slices],
+        )
+    env[reduce.result] = result
+
+
+@_GroupByGroup.rules.rule(Gather)
+def _gather(gather: Gather, run: _GroupByGroup, index: int, env: Environment) -> None:
+    env[gather.result] = env[gather.source]
+
+
+@_GroupByGroup.rules.rule(Fold)
+def _fold(fold: Fold, run: _GroupByGroup, index: int, env: Environment) -> None:
+    state, consts = env.read(fold.init), env.read(fold.consts)
+    states = env.read(fold.sources)
+    run.check_order(fold, consts, states)
+    for group in range(run.plan.size):
+        one = [x[group] for x in states]
+        state = _call(fold.combine, [*consts, *state, *one])
+    env.write(fold.results, state)
 
 
 def _call(stage: Stage, args: list) -> list[Array]:
@@ -270,17 +300,3 @@ def _check_nans(
                 stage,
                 inputs,
             )
-
-
-def _reduced(reduce: Reduce, slices: PartitionedArray) -> GlobalArray:
-    """Reduce all groups' slices on the host, to `[*s]` in the dtype of the slices.
-
-    Floats are added up in float64. A gather reduces nothing: its result is `slices`.
-    """
-    if reduce.op == "gather":
-        return slices
-    # Cast first: of float32 slices `np.add.reduce` has a float32 accumulator.
-    op, host = REDUCE_OPS[reduce.op], np.asarray(slices)
-    with np.errstate(invalid="ignore"):  # infinities of either sign
-        total = op.ufunc.reduce(host.astype(op.wide(host.dtype)), axis=0)
-    return jnp.asarray(op.finish(total, host.shape[0]), dtype=host.dtype)

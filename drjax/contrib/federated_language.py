@@ -29,7 +29,21 @@ from drjax._plan_file.exported_stage import exported_of
 from drjax._plan_file.load import plan_from_bytes
 from drjax._plan_file.save import plan_to_bytes
 from drjax.backends.engine.extras import needed
-from drjax.plan import Plan, Reduce, Round, Stage, Value
+from drjax.plan import (
+    Broadcast,
+    Fold,
+    Gather,
+    Loop,
+    Move,
+    Plan,
+    Reduce,
+    Round,
+    Rules,
+    Scatter,
+    Stage,
+    Step,
+    Value,
+)
 
 # Of federated-language, which users may lack.
 BuildingBlock: TypeAlias = Any  # a `Lambda` or a `ConcreteComputation`
@@ -108,7 +122,7 @@ class _Export:
             for a_round in plan.rounds:
                 self._stage(a_round.server, values, fl.SERVER)
                 self._stage(a_round.local, values, fl.CLIENTS)
-                for reduce in a_round.reduces:
+                for reduce in a_round.partials:
                     values[reduce.result.name] = self._reduced(reduce, values)
             self._stage(plan.server, values, fl.SERVER)
             return OrderedDict((v.name, values[v.name]) for v in plan.outputs)
@@ -264,28 +278,52 @@ def _used(argument: Any, functions: dict[str, Any]) -> bool:
     return False
 
 
+# What of a step federated-language cannot say, or None.
+_unsayable: Rules[str | None] = Rules("federated-language")
+
+
+@_unsayable.rule(Stage, Broadcast)
+def _sayable(step: Step) -> None:
+    return None
+
+
+@_unsayable.rule(Reduce)
+def _secure(step: Reduce) -> str | None:
+    return "a secure sum of floats" if step.secure else None
+
+
+@_unsayable.rule(Scatter)
+def _slices(step: Scatter) -> str:
+    return f"a slice of {step.source.name} for each group: give it to them"
+
+
+@_unsayable.rule(Gather)
+def _all_slices(step: Gather) -> str:
+    return "the slices of all groups in one place"
+
+
+@_unsayable.rule(Fold)
+def _folded(step: Fold) -> str:
+    return f"a fold in the order of the groups ({step.combine.name})"
+
+
+@_unsayable.rule(Move)
+def _moved(step: Move) -> str:
+    return f"slices that move between groups ({step.op})"
+
+
+@_unsayable.rule(Loop)
+def _looped(step: Loop) -> str:
+    return f"a loop, {step.name}: export the plan of one round"
+
+
 def _check(plan: Plan, a_round: Round) -> None:
     """Check that federated-language can express a round of a plan.
 
     It cannot if the round has a loop, a scatter, a gather, a fold, a move of slices or
     a secure sum.
     """
-    what = None
-    # Work on coordinates is of gathered slices, which are refused below.
-    if loops := [loop for loop in a_round.loops if loop.op != "columns"]:
-        what = f"a loop, {loops[0].name}: export the plan of one round"
-    elif a_round.folds:
-        what = f"a fold in the order of the groups ({a_round.folds[0].combine.name})"
-    elif a_round.moves:
-        what = f"slices that move between groups ({a_round.moves[0].op})"
-    elif a_round.scatter:
-        what = (
-            f"a slice of {a_round.scatter[0][0].name} for each group: give it to them"
-        )
-    elif any(reduce.op == "gather" for reduce in a_round.reduces):
-        what = "the slices of all groups in one place"
-    elif any(reduce.secure for reduce in a_round.reduces):
-        what = "a secure sum of floats"
+    what = next(filter(None, map(_unsayable, a_round.steps)), None)
     if what is not None:
         raise DrjaxValueError(
             f"federated-language cannot say what {plan.name} has: {what}."

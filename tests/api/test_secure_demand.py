@@ -2,12 +2,10 @@
 
 What Flower makes of it is tested in `tests/backends/test_flower_secure_sums.py`.
 
-Covers: drjax._api.collective_options, drjax._plan_file.decode_communication.
+Covers: drjax._api.collective_options, drjax._plan_file.check_plan.
 """
 
 import functools
-import json
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +13,14 @@ import numpy as np
 import pytest
 
 import drjax
-from drjax._plan_file import decode_communication
+from drjax._plan_file.check_plan import check_step
 from drjax.backends import in_process
 from drjax.backends.engine import one_round
 from drjax.backends.engine.options import EngineOptions
-from drjax.plan import Value
+from drjax.plan import Reduce, Value
 from tests.helpers.cases import checkerboard
 from tests.helpers.meshes import in_mesh, make_mesh
+from tests.helpers.plan_files import forge, read_members, sgd_plan, steps_of
 from tests.helpers.raising import X3, raises, three
 
 N = 6
@@ -133,26 +132,32 @@ def test_engines_that_see_slices_refuse():
 
 
 def test_forged_demands_are_refused():
-    values = lambda names: (
-        Value("x", (), np.dtype("float32"), True, 4),
-        Value("y", (), np.dtype("float32"), False, 4),
-    )
-    for op, demand in (
-        ("max", 3),
-        ("gather", 3),
-        ("mean", 1),
-        ("sum", 1),
-        ("sum", -2),
-        ("sum", True),
-    ):
-        data = json.loads(json.dumps({"op": op, "values": [], "secure": demand}))
-        with pytest.raises(ValueError, match="cannot be secure|is not a count"):
-            decode_communication.reduce(data, values)
-    bounds: tuple[Any, ...] = 0.0, -1.0, float("nan"), "8", 3, [1.0]
-    for demand, bound in ((0, 2.0), *((3, bound) for bound in bounds)):
-        data = {"op": "sum", "values": [], "secure": demand, "bound": bound}
+    x = Value("x", (), np.dtype("float32"), True, 4)
+    y = Value("y", (), np.dtype("float32"), False, 4)
+    for op, demand in (("max", 3), ("mean", 1), ("sum", 1), ("sum", -2)):
+        with pytest.raises(ValueError, match="cannot be secure"):
+            check_step(Reduce(op, x, y, secure=demand), None, None)
+    for demand, bound in ((0, 2.0), *((3, b) for b in (0.0, -1.0, float("nan")))):
         with pytest.raises(ValueError, match="is no bound of a secure sum"):
-            decode_communication.reduce(data, values)
+            check_step(Reduce("sum", x, y, secure=demand, bound=bound), None, None)
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        ({"secure": True}, "Reduce.secure needs int, got bool"),
+        ({"secure": -2}, "-2 is not a count"),
+        ({"step": "Gather", "secure": 3}, "a Gather has no ['op', 'secure']"),
+        ({"secure": 3, "bound": "8"}, "Reduce.bound needs float | NoneType, got str"),
+        ({"secure": 3, "bound": [1.0]}, "Reduce.bound needs float | NoneType"),
+    ],
+)
+def test_forged_files_with_demands_are_refused(change, text, tmp_path):
+    path = tmp_path / "plan.drjax"
+    sgd_plan().save(path)
+    forged = lambda m: steps_of(m["plan"], "Reduce")[0].update(change)
+    forge(path, read_members(path), change=forged)
+    raises(drjax.PlanFileError, text, drjax.load_plan, path)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ Covers: drjax.backends._interpret_plan.
 import jax.numpy as jnp
 
 import drjax
-from drjax.backends._interpret_plan import Environment, PlanInterpreter, names_read_last
+from drjax._plan.uses import read_last
+from drjax.backends._interpret_plan import RULES, Environment, PlanInterpreter
 
 
 @drjax.program(clients=3)
@@ -19,6 +20,8 @@ def centered_twice(x, scale):
 
 class Names(PlanInterpreter):
     """Arrays are the names of their values; `live` has those at each round's start."""
+
+    rules = RULES
 
     def __init__(self, plan):
         self.plan, self.live = plan, []
@@ -57,9 +60,13 @@ def test_values_are_dropped_after_the_round_that_reads_them_last():
     assert move.source.name == x and move.result.name not in first
     assert {x, scale, mean, move.result.name} <= second
     assert {x, mean, largest} <= third and scale not in third
-    dropped = names_read_last(plan)
-    assert {scale, move.result.name} <= {*dropped[1]} and x in dropped[2]
-    assert not any(mean in names for names in dropped)  # the last server stage reads it
+    dropped = read_last(plan)
+    at = lambda name: next(i for i, names in enumerate(dropped) if name in names)
+    second, third = (plan.steps.index(r.local) for r in plan.rounds[1:])
+    assert at(scale) == at(move.result.name) == second and at(x) == third
+    assert not any(
+        mean in names for names in dropped[:-1]
+    )  # the last server stage reads it
 
 
 def test_a_copy_of_an_environment_has_more_values():

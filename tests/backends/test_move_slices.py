@@ -11,9 +11,9 @@ import pytest
 import drjax
 from drjax.backends import in_process
 from drjax.backends._move_slices import move_slices
-from drjax.plan import Move, Value
+from drjax.plan import Take, Value
 from tests.helpers.groups import four
-from tests.helpers.plan_files import forge, read_members
+from tests.helpers.plan_files import forge, read_members, steps_of
 from tests.helpers.raising import raises
 
 
@@ -51,10 +51,10 @@ def test_plans_move_slices_between_rounds(tmp_path):
     [
         ({"sources": [0, 0, 1, 2]}, "a permute has no permutation of the groups"),
         ({"sources": [0, 1, 2]}, "a permute has no permutation of the groups"),
-        ({"op": "take"}, "not enough values to unpack"),
-        ({"values": ["x", "result", "result"]}, "a permute has no permutation"),
-        ({"values": ["number", "result"]}, "values that are not partitioned"),
-        ({"values": ["result", "result"]}, "are used before they are made"),
+        ({"step": "Take"}, "a Take has no ['sources']"),
+        ({"index": "number"}, "a Permute has no ['index']"),
+        ({"source": "number"}, "values that are not partitioned"),
+        ({"source": "result"}, "are used before they are made"),
     ],
 )
 def test_forged_moves_are_refused(entry, text, tmp_path):
@@ -63,10 +63,9 @@ def test_forged_moves_are_refused(entry, text, tmp_path):
     drjax.make_plan(four(move))(np.ones(4, np.float32), np.ones(4)).save(path)
 
     def change(manifest):
-        (moved,) = manifest["plan"]["rounds"][0]["moves"]
-        names = {"result": moved["values"][-1]}
-        moved.update(entry)
-        moved["values"] = [names.get(name, name) for name in moved["values"]]
+        (moved,) = steps_of(manifest["plan"], "Permute")
+        names = {"result": moved["result"]}
+        moved.update({k: names.get(str(x), x) for k, x in entry.items()})
 
     forge(path, read_members(path), change=change)
     raises(drjax.PlanFileError, text, drjax.load_plan, path)
@@ -100,7 +99,8 @@ def test_a_take_out_of_bounds_gives_zeros_on_the_host(dtype):
     slices = jax.random.split(jax.random.key(3), 4)
     slices = slices if dtype == "key" else jnp.ones(4, dtype)
     index = np.array([3, -1, 4, 0])
-    move = Move("take", value := Value("x", (), slices.dtype, True, 4), value)
+    value = Value("x", (), slices.dtype, True, 4)
+    move = Take(value, value, Value("index", (4,), np.dtype("int32"), False, 16))
     bits = jax.random.key_data if dtype == "key" else np.asarray
     taken = np.asarray(bits(move_slices(move, slices, index)))
     np.testing.assert_array_equal(taken[[0, 3]], bits(slices)[np.array([3, 0])])

@@ -51,6 +51,16 @@ def read_members(path):
         return {name: archive.read(name) for name in archive.namelist()}
 
 
+def steps_of(plan, kind):
+    """The entries of a plan in a manifest that are steps of this class, by its name."""
+    return [entry for entry in plan["steps"] if entry["step"] == kind]
+
+
+def local_stage(plan):
+    """The entry of the first local stage of a plan in a manifest."""
+    return next(entry for entry in steps_of(plan, "Stage") if entry["local"])
+
+
 def rewrite(path, members, compression=zipfile.ZIP_STORED):
     with zipfile.ZipFile(path, "w", compression) as archive:
         for name, data in members.items():

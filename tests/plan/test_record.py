@@ -1,10 +1,10 @@
 """Whatever enters a plan has the type that the plan says.
 
-Covers: drjax._plan.record, drjax._plan.value, drjax._plan.reduce.
+Covers: drjax._plan.record, drjax._plan.value, drjax._plan.steps.
 """
 
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import pytest
 from jax import export
 
 import drjax
-from drjax.plan import Loop, Message, Move, Reduce, Value
+from drjax.plan import Cond, Gather, Message, Permute, Reduce, Value
 from tests.helpers.cases import N
 from tests.helpers.plan_files import program, saved
 from tests.helpers.raising import raises
@@ -27,7 +27,7 @@ def test_integers_are_those_of_python():
     assert {type(i) for i in (value.axis, value.nbytes, *value.shape)} == {int}
     assert type(replace(X, name=np.str_("y")).name) is str
     assert replace(X, partitioned=np.bool_(True)).partitioned is True
-    move = new(Move, "permute", X, X, (np.int64(1), 0))
+    move = new(Permute, X, X, (np.int64(1), 0))
     assert {type(i) for i in move.sources} == {int}
     assert X.shape is replace(X, name="y").shape, "what is right is not copied"
 
@@ -58,14 +58,14 @@ WRONG = {
     "Reduce.wire needs Wire | NoneType, got str": lambda: new(
         Reduce, "sum", X, X, "int8"
     ),
-    "Reduce.sharded needs bool | str, got NoneType": lambda: new(
-        Reduce, "sum", X, X, sharded=None
+    "Gather.sharded needs bool | str, got NoneType": lambda: new(
+        Gather, X, X, sharded=None
     ),
-    "Loop.bodies needs tuple[Plan, ...], got tuple": lambda: new(
-        Loop, "scan", "scan", (), (), (X,)
+    "Cond.bodies needs tuple[Plan, ...], got tuple": lambda: new(
+        Cond, "cond", (), (), (X,)
     ),
     "Message.times needs tuple[int | str, ...]": lambda: new(
-        Message, "1", "sum", X, 4, (None,)
+        Message, "1", Reduce("sum", X, X), X, 4, (None,)
     ),
 }
 
@@ -76,14 +76,19 @@ def test_other_types_are_refused(text):
     assert len(error) < 250
 
 
-def test_a_round_that_is_made_of_anything_else():
+def test_steps_that_are_made_of_anything_else():
     plan = drjax.make_plan(program(drjax.reduce_sum))(jnp.ones(N))
-    (a_round,) = plan.rounds
-    for field in fields(a_round):
-        text = f"Round.{field.name} needs "
-        raises(drjax.DrjaxTypeError, text, replace, a_round, **{field.name: None})
-    text = "Round.scatter needs tuple[tuple[Value, Value], ...]"
-    raises(drjax.DrjaxTypeError, text, replace, a_round, scatter=((X,),))
+    text = "Plan.steps needs tuple[Step, ...]"
+    raises(drjax.DrjaxTypeError, text, replace, plan, steps=(X,))
+    for step in plan.steps:
+        for field in fields(cast(Any, step)):
+            # Their default, or anything.
+            if field.name in ("jaxpr", "exported", "inner", "wire", "bound"):
+                continue
+            text = f"{type(step).__name__}.{field.name} needs "
+            raises(drjax.DrjaxTypeError, text, replace, step, **{field.name: None})
+    text = "Stage.inputs needs tuple[Value, ...]"
+    raises(drjax.DrjaxTypeError, text, replace, plan.server, inputs=("x",))
 
 
 def test_a_partitioned_result_that_a_vmap_does_not_batch(tmp_path):

@@ -21,7 +21,13 @@ from drjax.backends.engine.job import Job
 from drjax.backends.engine.options import EngineOptions
 from drjax.backends.in_process import InProcess
 from tests.helpers.cases import N
-from tests.helpers.plan_files import forge, program, read_members, saved_sgd_plan
+from tests.helpers.plan_files import (
+    forge,
+    local_stage,
+    program,
+    read_members,
+    saved_sgd_plan,
+)
 from tests.helpers.raising import raises
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
@@ -36,7 +42,7 @@ def members(tmp_path_factory):
 
 def lists(calls):
     """A change of the manifest: what the stage of the groups calls."""
-    groups = lambda manifest: manifest["plan"]["rounds"][0]["groups"]
+    groups = lambda manifest: local_stage(manifest["plan"])
     return lambda manifest: groups(manifest).update(custom_calls=[*calls])
 
 

@@ -13,7 +13,13 @@ import pytest
 
 import drjax
 from drjax._plan_file.inspect import inspect
-from tests.helpers.plan_files import read_members, rewrite, saved_sgd_plan
+from tests.helpers.plan_files import (
+    local_stage,
+    read_members,
+    rewrite,
+    saved_sgd_plan,
+    steps_of,
+)
 from tests.helpers.raising import raises
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
@@ -143,7 +149,9 @@ def an_unknown_value(path):
 
 
 def used_before_it_is_made(path):
-    with_manifest(path, lambda m: m["plan"]["rounds"][0]["broadcast"].append("result"))
+    with_manifest(
+        path, lambda m: steps_of(m["plan"], "Broadcast")[0].update(source="result")
+    )
 
 
 def an_unknown_dtype(path):
@@ -163,7 +171,7 @@ def another_shape(path):
 
 
 def other_custom_calls(path):
-    groups = lambda m: m["plan"]["rounds"][0]["groups"]
+    groups = lambda m: local_stage(m["plan"])
     with_manifest(path, lambda m: groups(m).update(custom_calls=["Qr"]))
 
 
@@ -177,16 +185,16 @@ def code_for_a_tree(path):
 
 
 def an_unknown_reduction(path):
-    with_manifest(path, lambda m: m["plan"]["rounds"][0]["reduces"][0].update(op="or"))
+    with_manifest(path, lambda m: steps_of(m["plan"], "Reduce")[0].update(op="or"))
 
 
 def other_results(path):
-    with_manifest(path, lambda m: m["plan"]["rounds"][0]["groups"].update(rows=["x"]))
+    with_manifest(path, lambda m: local_stage(m["plan"]).update(rows=["x"]))
 
 
 def another_member(path):
     name = "stages/../../x"
-    with_manifest(path, lambda m: m["plan"]["rounds"][0]["groups"].update(member=name))
+    with_manifest(path, lambda m: local_stage(m["plan"]).update(member=name))
 
 
 def unreadable(path, data=b"not what jax.export wrote", member=STAGE):
@@ -215,7 +223,7 @@ FAULTS = {
     escaping: "has a member named '../../evil.sh', which may lie outside",
     absolute: "has a member named '/tmp/evil.sh', which may lie outside",
     escaping_in_the_manifest: "has a member named 'stages/../x'",
-    of_a_later_version: "has version 2 of the format. This drjax reads version 1",
+    of_a_later_version: "has version 3 of the format. This drjax reads version 2",
     of_another_format: "its format is 'onnx', not 'drjax plan'",
     no_json: "malformed manifest: Expecting property name",
     deep_json: "malformed manifest",

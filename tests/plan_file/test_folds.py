@@ -1,6 +1,6 @@
 """Folds in plan files: values of a loaded plan by chunks and on meshes; forged entries.
 
-Covers: drjax._plan_file.decode_communication, drjax._plan_file.export_stage.
+Covers: drjax._plan_file.step_fields, drjax._plan_file.export_stage.
 """
 
 import json
@@ -14,7 +14,7 @@ from drjax._plan_file.exported_stage import run_batched
 from tests.helpers.cases import checkerboard
 from tests.helpers.folds import FOLDS, MESHES, close, data, direct_of, program_of
 from tests.helpers.meshes import in_mesh
-from tests.helpers.plan_files import forge, read_members
+from tests.helpers.plan_files import forge, read_members, steps_of
 from tests.helpers.raising import raises
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
@@ -76,7 +76,7 @@ def _global_states(entry):
 def test_forged(change, text, path, tmp_path):
     members = read_members(path)
     manifest = json.loads(members["manifest.json"])
-    change(manifest["plan"]["rounds"][0]["folds"][0])
+    change(steps_of(manifest["plan"], "Fold")[0])
     forged = tmp_path / "forged.drjax"
     forge(forged, members | {"manifest.json": json.dumps(manifest).encode()})
     raises(drjax.PlanFileError, text, drjax.load_plan, forged)

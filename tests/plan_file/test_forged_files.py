@@ -29,6 +29,7 @@ from tests.helpers.plan_files import (
     rewrite,
     saved_sgd_plan,
     sgd_plan,
+    steps_of,
 )
 from tests.helpers.raising import raises
 
@@ -173,18 +174,16 @@ def test_deep_and_wide_manifests_end_soon(members, tmp_path):
         refused(path, "leaves holds 2")
     loops = json.loads(members["manifest.json"])["plan"]
     for _ in range(120):
-        loops = {**loops, "rounds": [{**loops["rounds"][0], "loops": [
-            {"op": "scan", "name": "scan", "inputs": [], "outputs": [],
-             "bodies": [loops], "consts": [0], "carry": 0, "length": 1,
-             "reverse": False}
-        ]}]}  # fmt: skip
+        scan = {"step": "Scan", "name": "scan", "inputs": [], "outputs": []}
+        scan |= {"bodies": [loops], "consts": [0], "carry": 0, "length": 1}
+        loops = {**loops, "steps": [*loops["steps"][:-1], scan, loops["steps"][-1]]}
     forge(path, members, change=lambda m: m.update(plan=loops))
     refused(path, "malformed manifest")
     assert time.monotonic() - start < 60
 
 
 def _loop(manifest):
-    return manifest["plan"]["rounds"][0]["loops"][0]
+    return steps_of(manifest["plan"], "Scan")[0]
 
 
 def _tree_of_equal_names(manifest):  # once Python has normalized them
@@ -207,9 +206,9 @@ def _no_arguments(manifest):
         (_many_axes, "mesh_axes of partition 'clients' need to differ"),
         (_no_arguments, "malformed manifest: "),
         (lambda m: _loop(m)["bodies"][0].update(outputs=""), "is not a list"),
-        (lambda m: _loop(m).update(op="while"), "not enough values to unpack"),
+        (lambda m: _loop(m).update(step="While"), "a While has no ['length']"),
         (lambda m: _loop(m).update(length=3), "a scan has stacks of another type"),
-        (lambda m: _loop(m).update(length=None), "a scan has no number of steps"),
+        (lambda m: _loop(m).update(length=None), "Scan.length needs int, got NoneType"),
         (lambda m: _loop(m).update(carry=0), "a scan has "),
         (lambda m: m["plan"].update(in_tree=None), "it has no structure of its argu"),
     ],

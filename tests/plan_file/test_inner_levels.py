@@ -1,6 +1,6 @@
 """Plan files of programs with levels, and what runs them.
 
-Covers: drjax._plan_file.decode_communication, drjax._plan_file.encode.
+Covers: drjax._plan_file.step_fields, drjax._plan_file.encode.
 """
 
 import json
@@ -14,7 +14,7 @@ from drjax.backends import in_process
 from tests.helpers.cases import checkerboard
 from tests.helpers.levels import MODEL, PROGRAMS, X, loss
 from tests.helpers.meshes import in_mesh_of
-from tests.helpers.plan_files import forge, read_members, saved
+from tests.helpers.plan_files import forge, local_stage, read_members, saved
 from tests.helpers.raising import raises
 
 
@@ -49,7 +49,7 @@ def test_a_loaded_plan_on_a_mesh(step, tmp_path):
 
 
 def inner_of(manifest):
-    return manifest["plan"]["rounds"][0]["groups"]["inner"]
+    return local_stage(manifest["plan"])["inner"]
 
 
 def _other_argument(inner):

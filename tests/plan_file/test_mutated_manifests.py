@@ -1,7 +1,7 @@
 """Random changes of manifests: a plan file is refused, or is a plan like any other.
 
 Covers: drjax._plan_file.check_plan, drjax._plan_file.decode,
-drjax._plan_file.decode_communication, drjax._plan_file.json_values,
+drjax._plan_file.step_fields, drjax._plan_file.json_values,
 drjax._plan_file.pytrees.
 """
 
@@ -114,8 +114,9 @@ def mutate(rng: random.Random, manifest) -> None:
     if isinstance(old, int):
         alike += [old + 1, old - 1, 0, 10**6, 2**31 - 1, 10**40, True, float(old)]
     if isinstance(old, str):
-        words = ["scan", "while", "cond", "program", "columns", "sum", "mean", "max"]
-        words += ["gather", "permute", "take", "put_add", "int32", "float16"]
+        words = ["Scan", "While", "Cond", "Program", "Columns", "sum", "mean", "max"]
+        words += ["Gather", "Permute", "Take", "PutAdd", "Stage", "Fold", "Move"]
+        words += ["int32", "float16"]
         alike += [*words, *manifest["plan"]["values"], "ﬁ", "fi", "class", "x" * 10**5]
     if isinstance(old, list):
         alike += [[], old[::-1], old + old, old[:-1], ["x"] * 10**4, "", "ab"]
@@ -151,16 +152,16 @@ def _reader(manifest, members):
 
 
 def _repair_batches(plan, members, manifest) -> None:
-    for entry in plan["rounds"]:
-        for loop in entry["loops"]:
-            for body in loop["bodies"]:
-                _repair_batches(body, members, manifest)
+    for entry in plan["steps"]:
+        for body in entry.get("bodies", ()):
+            _repair_batches(body, members, manifest)
     with pytest.MonkeyPatch.context() as patch:
         # Whatever is said of batches is believed.
         patch.setattr("drjax._plan_file.decode.batched_results", lambda *_: {})
         repaired = _reader(manifest, members).plan(plan)
-    for entry, a_round in zip(plan["rounds"], repaired.rounds, strict=True):
-        entry["groups"].update(batched_results(a_round, repaired.kept()))
+    of_groups = [entry for entry in plan["steps"] if entry.get("local")]
+    for entry, a_round in zip(of_groups, repaired.rounds, strict=True):
+        entry.update(batched_results(a_round, repaired.kept()))
 
 
 class TooLongError(Exception):

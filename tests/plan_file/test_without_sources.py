@@ -139,8 +139,8 @@ from jaxlib.mlir.dialects import stablehlo
 source, input_path, output_path = sys.argv[1:]
 with zipfile.ZipFile(source) as archive:
     manifest = json.loads(archive.read("manifest.json"))
-    (only,) = manifest["plan"]["rounds"]
-    groups = only["groups"]
+    steps = manifest["plan"]["steps"]
+    (groups,) = [step for step in steps if step.get("local")]
     code = archive.read(groups["member"] + ".mlirbc")
 arrays = np.load(input_path).values()
 inputs = dict(zip(manifest["plan"]["inputs"], arrays, strict=True))
@@ -159,7 +159,7 @@ with ir.Context() as context:
         (out,) = stablehlo.eval_module(module, [whole(x) for x in args])
         sums += np.asarray(out).astype(np.float64)
 assert "jax" not in sys.modules
-[reduction] = only["reduces"]
+[reduction] = [step for step in steps if step["step"] == "Reduce"]
 np.save(output_path, sums / n if reduction["op"] == "mean" else sums)
 """
 

@@ -2,7 +2,7 @@
 
 Covers: drjax._planner.make_plan, drjax._planner.arguments, drjax._planner.naming,
 drjax._planner.rounds, drjax.plan, drjax._drawing.print_plan,
-drjax._plan.value, drjax._plan.reduce, drjax._plan.exported.
+drjax._plan.value, drjax._plan.exchanges, drjax._plan.exported.
 """
 
 from typing import Any

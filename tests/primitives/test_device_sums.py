@@ -1,7 +1,7 @@
 """`wire=` and `result="sharded"`: values, derivatives, rounding, bytes, plans, errors.
 
 Covers: drjax._primitives.device_sums, drjax._api.collective_options,
-drjax._plan_file.decode_communication, drjax._plan.wire.
+drjax._plan_file.check_plan, drjax._plan.wire.
 """
 
 import functools
@@ -13,9 +13,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import drjax
-from drjax._plan_file import decode_communication
+from drjax._plan_file.check_plan import check_step
 from drjax._primitives.device_sums import decode, encode
-from drjax.plan import Value, Wire
+from drjax.plan import Reduce, Value, Wire
 from tests.helpers.cases import checkerboard
 from tests.helpers.meshes import AUTO, EXPLICIT, groups_and_meshes, in_mesh, make_mesh
 from tests.helpers.raising import X3, raises, three
@@ -343,10 +343,9 @@ def test_only_real_floats_are_encoded():
 )
 def test_a_plan_file_in_which_others_are_encoded(op, dtype):
     dtype = np.dtype(dtype)
-    ends = [Value("x", (), dtype, of_groups, 4) for of_groups in (True, False)]
-    data = {"op": op, "values": [], "wire": ["int8", 256]}
+    x, y = (Value("x", (), dtype, of_groups, 4) for of_groups in (True, False))
     with pytest.raises(ValueError, match=f"a {op} of .* cannot be encoded"):
-        decode_communication.reduce(data, lambda names: ends)
+        check_step(Reduce(op, x, y, Wire("int8", 256)), None, None)
 
 
 @pytest.mark.sampled

@@ -6,6 +6,7 @@ Covers: docs.
 """
 
 import ast
+import contextlib
 import importlib
 import inspect
 import json
@@ -46,8 +47,10 @@ def _definition(name: str) -> tuple[str, str]:
 def _docstring(name: str) -> str:
     """Of an entry, whose module may need an engine."""
     path = ROOT / (name.rpartition(".")[0].replace(".", "/") + ".py")
-    if not path.exists():
-        path = Path(_definition(name)[0])
+    # Where it is defined, unless that needs an engine.
+    if not path.exists() or f"class {name.rpartition('.')[2]}" not in path.read_text():
+        with contextlib.suppress(ImportError):
+            path = Path(_definition(name)[0])
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             if node.name == name.rpartition(".")[2]:

@@ -51,8 +51,7 @@ class BlockSize:
         # All outputs, also those that are only reduced: the stage computes them for all
         # groups of the block before it reduces them.
         size = sum(map(_bytes, (*own, *stage.outputs)))
-        sent = sum(_bytes(reduce.result) for reduce in a_round.partials)
-        sent += sum(_bytes(v) for fold in a_round.folds for v in fold.results)
+        sent = sum(map(_bytes, a_round.combined))
         # Without a lower bound on bytes, scalars for each group would make blocks of
         # millions, whose Python objects take far more memory than their values.
         self._fits = max(1, max(_BYTES, _RESULTS * sent) // max(_LEAST, size))

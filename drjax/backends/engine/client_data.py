@@ -76,7 +76,7 @@ def check_slices_stay(plan: Plan, keep: Keep, options: EngineOptions) -> None:
             "an argument of the next call can stay: compile(plan, grid, keep=...)."
         )
     stay = any(kept_outputs(owner, a_round) for owner, a_round in rounds_of(plan))
-    sums = [r for _, a_round in rounds_of(plan) for r in a_round.reduces if r.secure]
+    sums = [r for _, a_round in rounds_of(plan) for r in a_round.partials if r.secure]
     if stay and sums:
         raise DrjaxValueError(
             f"{plan.name} has a secure sum, and slices that stay with the clients: "

@@ -41,9 +41,10 @@ def ops_of(a_round: Round) -> tuple[str, ...]:
     once for the index of the block's first group, `[1]`, and once for each leaf of the
     block's states, `[1, *s]`.
     """
-    leaves = sum(len(fold.sources) for fold in a_round.folds)
-    states = (FOLD,) * (1 + leaves) if leaves else ()
-    return (*(reduce.op for reduce in a_round.partials), *states)
+    ops = [op for op, _ in a_round.sources]
+    if FOLD in ops:
+        ops.insert(ops.index(FOLD), FOLD)
+    return tuple(ops)
 
 
 def add(ops: Sequence[str], totals: Totals, partials: Sequence[Any]) -> Totals:

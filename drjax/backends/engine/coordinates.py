@@ -23,25 +23,21 @@ from typing import Any
 
 import numpy as np
 
-from drjax.backends._interpret_plan import reads_after_server
+from drjax._plan import uses
 from drjax.backends.engine.worker_slices import PiecesOfBlock, WorkerSlices
 from drjax.backends.groups import empty_slices
-from drjax.plan import Move, Plan, Value
+from drjax.plan import Columns, Gather, Move, Plan, PutAdd, Value
 
 
 def gathers_for_columns(plan: Plan) -> frozenset[str]:
     """Return the names of gathered values that only work on coordinates reads."""
-    columns, others = set[str](), {v.name for v in (*plan.server.inputs, *plan.outputs)}
-    for a_round in plan.rounds:
-        loops = [loop for loop in a_round.loops if loop.op == "columns"]
-        columns |= {v.name for loop in loops for v in loop.inputs}
-        rest = tuple(loop for loop in a_round.loops if loop.op != "columns")
-        reads = reads_after_server(replace(a_round, loops=rest))
-        others |= {v.name for v in (*a_round.server.inputs, *a_round.broadcast, *reads)}
-    gathers = (
-        r for a_round in plan.rounds for r in a_round.reduces if r.op == "gather"
-    )
-    return frozenset(r.result.name for r in gathers) & columns - others
+    columns, others = set[str](), set[str]()
+    for position, value in uses.reads(plan):
+        reader = plan.steps[position] if position < len(plan.steps) else None
+        names = columns if isinstance(reader, Columns) else others
+        names.add(value.name)
+    gathers = [step for step in plan.steps if isinstance(step, Gather)]
+    return frozenset(step.result.name for step in gathers) & columns - others
 
 
 def is_move_of_slices(move: Move) -> bool:
@@ -50,7 +46,8 @@ def is_move_of_slices(move: Move) -> bool:
     So does a permute or a take. Not a move from or to a population, which the server
     has, nor one that adds slices.
     """
-    return move.op != "put_add" and move.source.partitioned and move.result.partitioned
+    adds = isinstance(move, PutAdd)
+    return not adds and move.source.partitioned and move.result.partitioned
 
 
 def read_by_workers(plan: Plan) -> frozenset[str]:
@@ -58,11 +55,13 @@ def read_by_workers(plan: Plan) -> frozenset[str]:
 
     They are outputs of local stages, which are read as columns or move to other groups.
     """
-    columns, names = gathers_for_columns(plan), set[str]()
-    for a_round in plan.rounds:
-        names |= {r.source.name for r in a_round.reduces if r.result.name in columns}
-        names |= {m.source.name for m in a_round.moves if is_move_of_slices(m)}
-    return frozenset(names)
+    columns = gathers_for_columns(plan)
+    return frozenset(
+        step.source.name
+        for step in plan.steps
+        if (isinstance(step, Gather) and step.result.name in columns)
+        or (isinstance(step, Move) and is_move_of_slices(step))
+    )
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ import numpy as np
 
 from drjax._errors import EngineError
 from drjax.backends import _python_loops
-from drjax.backends._interpret_plan import Environment, PlanInterpreter
+from drjax.backends._interpret_plan import RULES, Environment, PlanInterpreter
 from drjax.backends._move_slices import move_slices
 from drjax.backends.engine import checkpoint
 from drjax.backends.engine.block_size import BlockSize
@@ -58,7 +58,19 @@ from drjax.backends.engine.stage_results import (
 from drjax.backends.engine.worker_slices import WorkerSlices
 from drjax.backends.groups import flat_slices, mask_dropped_slices, read_if_lazy
 from drjax.backends.kept import check_plan
-from drjax.plan import Loop, Move, Plan, Round, Stage, Value
+from drjax.plan import (
+    Columns,
+    Gather,
+    Loop,
+    Move,
+    Plan,
+    PutAdd,
+    Round,
+    Rules,
+    Scan,
+    Stage,
+    Value,
+)
 
 
 class Runner:
@@ -231,9 +243,11 @@ class _DriverInterpreter(PlanInterpreter):
     plan, and `2.scan.0.` for body 0 of the loop `scan` in round 2.
     """
 
+    rules = Rules("The driver of an engine", RULES)
+
     def __init__(self, call: "_Call", plan: Plan, prefix: str):
         self.call, self.plan, self.prefix = call, plan, prefix
-        self._for_columns = gathers_for_columns(plan)
+        self.for_columns = gathers_for_columns(plan)
         self._stay = read_by_workers(plan)
 
     def run_server(self, stage: Stage, env: Environment) -> None:
@@ -252,22 +266,7 @@ class _DriverInterpreter(PlanInterpreter):
             if entry is None:
                 entry = self.call.run_stage(a_round, kept, env, location, self._stay)
                 self.call.checkpoint.put(key, entry)
-            results = [r.result for r in a_round.partials]
-            results += [v for fold in a_round.folds for v in fold.results]
-            env.write([*results, *kept], entry)
-        # Gathers are not saved: what they gather is in `env`, also after a resumption.
-        for reduce in a_round.reduces:
-            if reduce.op == "gather":
-                source, alive = reduce.source, self.call.alive
-                slices = env[source]
-                # Slices of dropped groups are NaN or zero in whatever gathers them.
-                if (
-                    isinstance(slices, WorkerSlices)
-                    and reduce.result.name in self._for_columns
-                ):
-                    env[reduce.result] = slices.without_dropped(alive)
-                else:
-                    env[reduce.result] = mask_dropped_slices(source, slices, alive)
+            env.write([*a_round.combined, *kept], entry)
 
     def move(self, move: Move, slices: Any, index: Any = None) -> Any:
         alive = self.call.alive
@@ -280,7 +279,7 @@ class _DriverInterpreter(PlanInterpreter):
         slices = read_if_lazy(slices)
         # A population has slices of groups that take no part.
         if move.source.partitioned:
-            if move.op == "put_add":
+            if isinstance(move, PutAdd):
                 # What a dropped group has is added to no group.
                 index = np.where(alive, index, -1)
             # Slices of dropped groups are NaN or zero in other groups, too.
@@ -288,7 +287,7 @@ class _DriverInterpreter(PlanInterpreter):
         return move_slices(move, slices, index, len(alive))
 
     def run_loop(self, index: int, loop: Loop, inputs: list[Any]) -> list[Any]:
-        if loop.op == "columns":
+        if isinstance(loop, Columns):
             return self.call.run_columns(loop, inputs, f"{self.prefix}{index + 1}")
         # The index of the body follows, as in names of members of the plan file.
         prefix = f"{self.prefix}{index + 1}.{loop.name}"
@@ -296,14 +295,27 @@ class _DriverInterpreter(PlanInterpreter):
             _DriverInterpreter(self.call, body, f"{prefix}.{i}.")
             for i, body in enumerate(loop.bodies)
         ]
-        if loop.op == "scan":
+        if isinstance(loop, Scan):
             bodies = [_read_stacked(bodies[0], loop.carry)]
             # A step takes an element of each slice of a stack: an array, or a `Lazy`.
-            first = sum(loop.consts) + loop.carry
             read = lambda x: x.whole() if isinstance(x, WorkerSlices) else x
-            inputs = [*inputs[:first], *map(read, inputs[first:])]
+            consts, carry, stacks = loop.split(inputs)
+            inputs = [*consts, *carry, *map(read, stacks)]
         steps = CheckpointedSteps(self.call.checkpoint, prefix, inputs)
         return _python_loops.run(loop, bodies, inputs, self.call.plan.size, np, steps)
+
+
+@_DriverInterpreter.rules.rule(Gather)
+def _gather(
+    gather: Gather, run: _DriverInterpreter, index: int, env: Environment
+) -> None:
+    # Not saved in checkpoints: what it gathers is in `env`, also after a resumption.
+    source, alive, slices = gather.source, run.call.alive, env[gather.source]
+    # Slices of dropped groups are NaN or zero in whatever gathers them.
+    if isinstance(slices, WorkerSlices) and gather.result.name in run.for_columns:
+        env[gather.result] = slices.without_dropped(alive)
+    else:
+        env[gather.result] = mask_dropped_slices(source, slices, alive)
 
 
 def _read_stacked(
@@ -427,11 +439,11 @@ class _Call:
         return results.finish()
 
     def run_columns(
-        self, loop: Loop, inputs: list[Any], location: str
+        self, loop: Columns, inputs: list[Any], location: str
     ) -> list[np.ndarray]:
         """Run the work on coordinates of gathered slices: in chunks, by the workers.
 
-        `loop` is of the op `columns`, and `location` that of its round.
+        `location` is that of its round.
         """
         (body,) = loop.bodies
         (a_round,) = body.rounds
@@ -451,7 +463,7 @@ class _Call:
         arrays = [by_coordinate(v, x, body.size) for v, x in pairs]
         env.write(body.inputs, arrays)
         outs = call.run_stage(a_round, kept, env, f"{location}.{loop.name}")
-        env.write([*(r.result for r in a_round.partials), *kept], outs)
+        env.write([*a_round.combined, *kept], outs)
         pairs = zip(body.outputs, loop.outputs, strict=True)
         return [whole_of_coordinates(v, result, env[v]) for v, result in pairs]
 

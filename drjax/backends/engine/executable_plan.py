@@ -59,7 +59,9 @@ class ExecutablePlan:
         self.file = File(data, key, x64, tuple(sorted(calls)))
         # By identity: stages live as long as the plan, and hashing a jaxpr is slow.
         self._compiled: dict[int, Any] = {}
-        self._indices = {id(r): i for i, (_, r) in enumerate(rounds_of(self.plan))}
+        self._indices = {
+            id(r.local): i for i, (_, r) in enumerate(rounds_of(self.plan))
+        }
 
     @classmethod
     def from_file(cls, file: File) -> "ExecutablePlan":
@@ -83,11 +85,11 @@ class ExecutablePlan:
     def stage_index(self, a_round: Round) -> int:
         """Return the index of a round, from 0, among all rounds of the plan and loops.
 
-        By this index, workers find the round's local stage in the plan file. The round
+        By this index, workers find the round's local stage in the plan file. The stage
         must be the same object as in `self.plan` or in the body of a loop, not an equal
         one.
         """
-        return self._indices[id(a_round)]
+        return self._indices[id(a_round.local)]
 
     def run_server(self, stage: Stage, env: Environment) -> None:
         """Run a server stage of `self.plan` in this process, unless it is empty.

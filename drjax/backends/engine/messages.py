@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from drjax._errors import DrjaxValueError
-from drjax.plan import Plan, Round, Value
+from drjax.plan import Plan, Program, Round, Value
 
 
 @dataclass(frozen=True)
@@ -194,8 +194,8 @@ def rounds_of(plan: Plan) -> Iterator[tuple[Plan, Round]]:
     """
     for a_round in plan.rounds:
         yield plan, a_round
-        for loop in a_round.loops:
-            for body in loop.bodies:
+        for step in a_round.steps:
+            for body in step.bodies:
                 yield from rounds_of(body)
 
 
@@ -217,7 +217,7 @@ def refuse_other_partitions(plan: Plan) -> None:
     No worker has the groups of that partition.
     """
     for loop in plan.loops():
-        if loop.op == "program":
+        if isinstance(loop, Program):
             raise DrjaxValueError(
                 f"{plan.name} uses two partitions side by side, {plan.partition} and "
                 f"{loop.bodies[0].partition}. An engine's workers have the groups of "
@@ -232,7 +232,7 @@ def refuse_secure_sums(plan: Plan) -> None:
     An engine calls it whose processes see slices.
     """
     for _, a_round in rounds_of(plan):
-        for reduce in a_round.reduces:
+        for reduce in a_round.partials:
             if reduce.secure:
                 raise DrjaxValueError(
                     f"{plan.name} has a secure sum, of {reduce.source.name}: no "

@@ -26,7 +26,7 @@ from drjax.backends.engine.messages import File, refuse_secure_sums
 from drjax.backends.engine.options import EngineOptions
 from drjax.backends.engine.stage_results import check_survivors
 from drjax.backends.groups import Groups, Lazy, flat_slices
-from drjax.plan import Plan, Round
+from drjax.plan import Broadcast, Fold, Plan, Reduce, Round, Scatter, Stage, Step
 
 _MOST_GROUPS = 2**31 - 1  # stages take the group index as int32
 
@@ -92,18 +92,17 @@ def _check_one_round(plan: Plan) -> None:
     It must have reductions. There may be no gathers, no moves, no loops, no partitioned
     results, and no folds that need the order of the groups.
     """
-    (first, *others), reduces = plan.rounds or [None], []
-    if first is not None:
-        communicates = first.moves or first.loops or others
-        reduces = [] if communicates else [*first.reduces, *first.folds]
-        if any(not fold.commutative for fold in first.folds):
-            raise DrjaxValueError(
-                f"{plan.name} folds states in the order of the groups, but a pipeline "
-                "has blocks of any groups. If any order will do, say so by "
-                "drjax.reduce(..., commutative=True); or use the engine's compile."
-            )
-    gathers = any(getattr(reduce, "op", "") == "gather" for reduce in reduces)
-    splittable = reduces and not gathers
+    exchanges: list[Step] = []
+    if len(plan.rounds) == 1:
+        later = [step for step in plan.steps if not isinstance(step, Stage)]
+        exchanges = [s for s in later if not isinstance(s, Broadcast | Scatter)]
+    if any(isinstance(step, Fold) and not step.commutative for step in exchanges):
+        raise DrjaxValueError(
+            f"{plan.name} folds states in the order of the groups, but a pipeline "
+            "has blocks of any groups. If any order will do, say so by "
+            "drjax.reduce(..., commutative=True); or use the engine's compile."
+        )
+    splittable = exchanges and all(isinstance(s, Reduce | Fold) for s in exchanges)
     if not splittable or any(v.partitioned for v in plan.outputs):
         raise DrjaxValueError(
             f"Only plans of one round, without loops and with reduced results alone, "
@@ -166,9 +165,7 @@ class ResultsFromTotals:
         check_survivors(plan, "1", a_round.local, n, self.options.min_groups)
         env = Environment().updated(self.values)
         with executable.precision():
-            results = [r.result for r in a_round.partials]
-            results += [v for fold in a_round.folds for v in fold.results]
             fold = functools.partial(executable.run_fold, env)
-            env.write(results, finish(a_round, partials, n, fold))
+            env.write(a_round.combined, finish(a_round, partials, n, fold))
             executable.run_server(plan.server, env)
             return executable.results(env.read(plan.outputs))

@@ -45,7 +45,7 @@ from drjax.backends.engine.extras import needed
 from drjax.backends.engine.messages import Block, BlockResult, rounds_of
 from drjax.backends.engine.protocols import Results, StageCall
 from drjax.backends.engine.untrusted_replies import BadReply, Partial
-from drjax.plan import Plan
+from drjax.plan import Exchange, Plan
 
 _POLL = 0.1  # seconds between looks for replies
 
@@ -89,9 +89,10 @@ def check_plan(plan: Plan, secure_range: float) -> None:
             f"secure_range must be a positive number, got {secure_range!r}."
         )
     for _, a_round in rounds_of(plan):
-        demands = {r.source: r for r in a_round.reduces if r.secure}
-        seen = [(r.op, r.source) for r in a_round.reduces if not r.secure]
-        seen += [("fold", source) for fold in a_round.folds for source in fold.sources]
+        demands = {r.source for r in a_round.partials if r.secure}
+        plain = [step for step in a_round.steps if not getattr(step, "secure", 0)]
+        others = [s for s in plain if isinstance(s, Exchange) and s.direction == "up"]
+        seen = [(step.op, value) for step in others for value in step.inputs]
         for op, source in seen:
             if source in demands:
                 raise DrjaxValueError(

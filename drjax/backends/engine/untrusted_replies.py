@@ -89,8 +89,7 @@ def partials_of(file: File) -> list[list[Partial]]:
         plan = plan_from_bytes(Path(f"{file.key[:12]}.drjax"), file.data)
         planned = []
         for _, a_round in rounds_of(plan):
-            named = [(r.op, r.source.name) for r in a_round.partials]
-            named += [(FOLD, v.name) for f in a_round.folds for v in f.sources]
+            named = [(op, value.name) for op, value in a_round.sources]
             avals: Sequence[Any] = ()  # of the partial results, then of slices
             if named:
                 # From the code, not the values: 16-bit floats are added up in float32.

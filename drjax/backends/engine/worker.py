@@ -63,7 +63,7 @@ class LoadedPlan:
                 custom_calls=file.custom_calls,
             )
         rounds = [a_round for _, a_round in rounds_of(plan)]
-        states = [sum(len(f.sources) for f in r.folds) for r in rounds]
+        states = [len(r.sources) - len(r.partials) for r in rounds]
         self._stages = [
             CompiledStage(r.local, r.partials, k)
             for r, k in zip(rounds, states, strict=True)

@@ -19,9 +19,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from drjax.backends._interpret_plan import split_scan
 from drjax.backends.groups import Unread, empty_slices, read_if_lazy
-from drjax.plan import Loop, Plan, Value
+from drjax.plan import Gather, Loop, Plan, Scan, Scatter, Stage, Value
 
 # The engine's reference to a piece, and the position of the value among its arrays.
 Piece = tuple[Any, int]
@@ -272,16 +271,16 @@ def slices_to_read(
     """
     computed = {v.name for v in taken}
     read = [v for v in plan.outputs if v.name not in kept]
-    for a_round in plan.rounds:
-        computed |= {v.name for v in a_round.local.outputs}
-        computed |= {v.name for x in a_round.loops for v in x.outputs if v.partitioned}
-        read += [*a_round.server.inputs, *(whole for whole, _ in a_round.scatter)]
-        read += [r.source for r in a_round.reduces if r.op == "gather"]
-        for loop in a_round.loops:
-            yield from _read_in_loop(loop)
-            if loop.op == "scan":
-                read += split_scan(loop, loop.inputs)[2]
-    read += plan.server.inputs
+    for step in plan.steps:
+        if isinstance(step, Stage) and step.local:
+            computed |= {v.name for v in step.outputs}
+        elif isinstance(step, Stage | Gather | Scatter):
+            read += step.inputs
+        elif isinstance(step, Loop):
+            computed |= {v.name for v in step.outputs if v.partitioned}
+            yield from _read_in_loop(step)
+            if isinstance(step, Scan):
+                read += step.split(step.inputs)[2]
     yield from (v for v in read if v.partitioned and v.name in computed)
 
 
@@ -291,10 +290,9 @@ def _read_in_loop(loop: Loop) -> Iterator[Value]:
     What a scan or while loop carries from step to step may stay with the groups; what a
     scan stacks may not. Some come more than once.
     """
-    first = sum(loop.consts)
     for body in loop.bodies:
         # A while loop and a branch have no stacks.
         outputs, taken = body.outputs, body.inputs
-        if loop.op == "scan":
-            outputs, taken = outputs[: loop.carry], taken[first : first + loop.carry]
+        if isinstance(loop, Scan):
+            outputs, taken = outputs[: loop.carry], loop.split(taken)[1]
         yield from slices_to_read(body, taken, {v.name for v in outputs})

@@ -75,7 +75,7 @@ class ChunkedStage:
         self,
         layout: Layout,
         stage: Stage,
-        reduces: list[Reduce],
+        reduces: Sequence[Reduce],
         folds: list[FoldWork],
         kept: list[Value],
         shared: list[GlobalArray],
@@ -359,7 +359,7 @@ def _summed_in_map(
 
 
 def _empty_accumulators(
-    reduces: list[Reduce],
+    reduces: Sequence[Reduce],
     folds: list[FoldWork],
     steps: int,
     chunk: Callable[[], tuple[list[Any], list[Array]]],
@@ -405,14 +405,18 @@ def sum_dtype(reduce: Reduce) -> DTypeLike:
     return REDUCE_OPS[reduce.op].accumulator(reduce.source.dtype)
 
 
-def finish(layout: Layout, reduces: list[Reduce], totals: list[Array]) -> list[Array]:
+def finish(
+    layout: Layout, reduces: Sequence[Reduce], totals: list[Array]
+) -> list[Array]:
     """Combine the devices' partial reductions, in a scope that profilers show."""
     names = dict.fromkeys(f"reduce_{reduce.op}" for reduce in reduces)
     with jax.named_scope(f"drjax.{'+'.join(names)}"):
         return _finish(layout, reduces, totals)
 
 
-def _finish(layout: Layout, reduces: list[Reduce], totals: list[Array]) -> list[Array]:
+def _finish(
+    layout: Layout, reduces: Sequence[Reduce], totals: list[Array]
+) -> list[Array]:
     """Combine the devices' partial reductions by collectives, and finish reductions.
 
     It is called for one device: inside the `shard_map`, if there is one. `totals` are
@@ -469,7 +473,9 @@ def divided_axis(layout: Layout, reduce: Reduce) -> int | None:
     return scattered_axis(layout, reduce.result.shape)
 
 
-def result_specs(layout: Layout, reduces: list[Reduce]) -> list[PartitionSpec | bool]:
+def result_specs(
+    layout: Layout, reduces: Sequence[Reduce]
+) -> list[PartitionSpec | bool]:
     """Return for each reduction whether the devices have its whole result, or parts.
 
     These are output specs of `shard_map_over_devices`: a `PartitionSpec` for a result

@@ -18,12 +18,12 @@ from typing import Any
 from drjax import _compat
 from drjax._compat.types import Array, Eqn
 from drjax._jaxprs.eval_jaxpr import as_arrays, evaluate
+from drjax._plan import uses
 from drjax._primitives.columns_lowering import GROUPS
 from drjax._primitives.fold_groups import fold_of_all_p, fold_tree_p, kinds_of
 from drjax._sharding.execute import as_operand
 from drjax._sharding.layout import Layout
-from drjax.backends._interpret_plan import reads_after_server
-from drjax.plan import Plan, Stage, Value
+from drjax.plan import Plan, Scatter, Stage, Value
 
 
 def has_folds(stage: Stage) -> bool:
@@ -77,13 +77,14 @@ def only_for_folds(plan: Plan, value: Value) -> bool:
     Then no gather is needed: `run_with_folds` leaves the states on their devices. False
     if no stage reads it, or if the plan returns it, or anything else reads it.
     """
-    reads = [*plan.outputs]
-    for a_round in plan.rounds:
-        reads += [*a_round.broadcast, *reads_after_server(a_round)]
-    if value in reads:
-        return False
-    stages = [a_round.server for a_round in plan.rounds] + [plan.server]
-    readers = [stage for stage in stages if value in stage.inputs]
+    readers: list[Stage] = []
+    for position, read in uses.reads(plan):
+        if read != value:
+            continue
+        reader = plan.steps[position] if position < len(plan.steps) else None
+        if not isinstance(reader, Stage) or reader.local:
+            return False
+        readers.append(reader)
     return bool(readers) and all(_only_folded(stage, value) for stage in readers)
 
 
@@ -94,16 +95,16 @@ def folded_slices(plan: Plan) -> frozenset[str]:
     each device has its slices already, and the scatter moves nothing.
     """
     folded = set()
-    for stage in (*(a_round.server for a_round in plan.rounds), plan.server):
-        if has_folds(stage):
+    for stage in plan.steps:
+        if isinstance(stage, Stage) and not stage.local and has_folds(stage):
             results = [
                 id(v) for e in _equations(stage) if _is_fold(e) for v in e.outvars
             ]
             outs = _compat.open_jaxpr(stage.jaxpr).outvars
             pairs = zip(outs, stage.outputs, strict=True)
             folded |= {value.name for var, value in pairs if id(var) in results}
-    scattered = (pair for a_round in plan.rounds for pair in a_round.scatter)
-    return frozenset(part.name for whole, part in scattered if whole.name in folded)
+    scatters = [step for step in plan.steps if isinstance(step, Scatter)]
+    return frozenset(x.result.name for x in scatters if x.source.name in folded)
 
 
 def _only_folded(stage: Stage, value: Value) -> bool:

@@ -27,7 +27,7 @@ from drjax._jaxprs.eval_jaxpr import as_arrays
 from drjax._partition import Partition
 from drjax._plan.map_stages import map_stages
 from drjax._sharding.layout import Layout, find_mesh, make_layout
-from drjax.plan import Loop, Plan, Stage
+from drjax.plan import Plan, Scan, Stage, Step
 
 
 def layouts_inside(
@@ -99,13 +99,10 @@ def read_in_chunks(plan: Plan) -> frozenset[int]:
     axis is 0 are in the result.
     """
     whole = {v.name for v in plan.outputs}
-    for a_round in plan.rounds:
-        whole |= {r.source.name for r in a_round.reduces}
-        whole |= {v.name for fold in a_round.folds for v in fold.inputs}
-        whole |= {v.name for move in a_round.moves for v in move.inputs}
-        for loop in a_round.loops:
-            chunks = constants_in_chunks(loop)
-            whole |= {v.name for i, v in enumerate(loop.inputs) if i not in chunks}
+    for step in plan.steps:
+        if not isinstance(step, Stage):
+            chunks = constants_in_chunks(step)
+            whole |= {v.name for i, v in enumerate(step.inputs) if i not in chunks}
     return frozenset(
         i
         for i, v in enumerate(plan.inputs)
@@ -113,14 +110,14 @@ def read_in_chunks(plan: Plan) -> frozenset[int]:
     )
 
 
-def constants_in_chunks(loop: Loop) -> frozenset[int]:
+def constants_in_chunks(loop: Step) -> frozenset[int]:
     """Return the constants of a scan whose slices only its body's local stages read.
 
-    They are positions in `loop.inputs`, none if the loop is no scan. Loops over chunks
+    They are positions in `loop.inputs`, none of another step. Loops over chunks
     of groups in the body read these constants from a `Stacked`, a part of a larger
     array, so that they need not be copied.
     """
-    if loop.op != "scan":
+    if not isinstance(loop, Scan):
         return frozenset()
     constants = range(sum(loop.consts))
     return read_in_chunks(loop.bodies[0]).intersection(constants)

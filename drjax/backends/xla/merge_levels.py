@@ -27,7 +27,6 @@ from drjax._primitives.map_lowering import lowers_by_vmap
 from drjax._primitives.reduce_ops import REDUCE_OPS
 from drjax._sharding.execute import shard_map
 from drjax._sharding.layout import Layout
-from drjax.backends._interpret_plan import reads_after_server
 from drjax.backends.xla.chunked_stage import finish
 from drjax.backends.xla.inner_programs import layouts_inside
 from drjax.plan import Reduce, Round, Stage, Value
@@ -80,7 +79,11 @@ class InnerLevels:
         return cls(mesh, merged, partial)
 
     def finish(
-        self, layout: Layout, stage: Stage, reduces: list[Reduce], totals: list[Array]
+        self,
+        layout: Layout,
+        stage: Stage,
+        reduces: Sequence[Reduce],
+        totals: list[Array],
     ) -> list[Array]:
         """Combine and finish the partial reductions of a device.
 
@@ -136,11 +139,10 @@ def reductions_to_merge(
     inner = stage.inner
     if inner is None or not layout.sharded or layout.spec_entry is not None:
         return {}
-    plain = lambda r: not (r.wire or r.sharded or r.secure or r.op == "gather")
-    inside = {r.result.name: r for x in inner.rounds for r in x.reduces if plain(r)}
-    read = {v.name for v in inner.server.inputs} | {v.name for v in kept}
-    for a_round in inner.rounds:
-        read |= {v.name for v in (*a_round.server.inputs, *reads_after_server(a_round))}
+    plain = lambda r: not (r.wire or r.sharded or r.secure)
+    inside = {r.result.name: r for x in inner.rounds for r in x.partials if plain(r)}
+    read = {v.name for step in inner.steps for v in step.inputs}
+    read |= {v.name for v in kept}
     merged = {}
     names = [v.name for v in inner.outputs]
     for output, name in zip(stage.outputs, names, strict=True):
@@ -165,7 +167,7 @@ def _finish_locally(layout: Layout, reduce: Reduce, total: Array) -> Array:
 
 
 def _finish_merged(
-    layout: Layout, inner: Layout, reduces: list[Reduce], totals: list[Array]
+    layout: Layout, inner: Layout, reduces: Sequence[Reduce], totals: list[Array]
 ) -> list[Array]:
     """Combine the partial reductions of the devices of two levels, by one collective.
 

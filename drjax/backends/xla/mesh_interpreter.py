@@ -33,7 +33,6 @@ from drjax._primitives.map_lowering import (
     prepare_group_jaxpr,
     vmap_over_devices,
 )
-from drjax._primitives.routes import MOVES
 from drjax._sharding.eval_on_mesh import evaluate_on_mesh
 from drjax._sharding.execute import (
     as_operand,
@@ -43,12 +42,7 @@ from drjax._sharding.execute import (
 )
 from drjax._sharding.layout import Layout, find_mesh, make_layout
 from drjax.backends._all_columns import run_columns
-from drjax.backends._interpret_plan import (
-    Environment,
-    PlanInterpreter,
-    split_scan,
-    split_while,
-)
+from drjax.backends._interpret_plan import RULES, Environment, PlanInterpreter
 from drjax.backends.xla.chunked_stage import (
     ChunkedStage,
     call,
@@ -79,8 +73,26 @@ from drjax.backends.xla.reuse_accumulators import (
     find_reuse,
     finish_stacked,
 )
-from drjax.plan import Fold, Loop, Move, Plan, Round, Stage, Value
-from drjax.primitives import gather_p, permute_p
+from drjax.plan import (
+    Columns,
+    Cond,
+    Fold,
+    Gather,
+    Loop,
+    Move,
+    Permute,
+    Plan,
+    Program,
+    PutAdd,
+    Round,
+    Rules,
+    Scan,
+    Stage,
+    Take,
+    Value,
+    While,
+)
+from drjax.primitives import gather_p, permute_p, put_add_p, take_p
 
 
 def layout_of(plan: Plan, mesh: Mesh | None = None) -> Layout | None:
@@ -117,6 +129,8 @@ class MeshInterpreter(PlanInterpreter):
     combined over the m devices: the interpreter gives their partial reductions,
     `[m, *s]`.
     """
+
+    rules = Rules("The XLA backend", RULES)
 
     def __init__(
         self,
@@ -162,7 +176,7 @@ class MeshInterpreter(PlanInterpreter):
     def _run_round(self, index: int, env: Environment) -> None:
         """Run the groups of a round, and its reductions and folds: see `run_groups`."""
         a_round, layout = self.plan.rounds[index], self.layout
-        stage, reduces = a_round.local, a_round.partials
+        stage = a_round.local
         # A round may only broadcast or gather; but effects must run.
         if stage.empty and not stage.jaxpr.effects:
             return
@@ -180,21 +194,24 @@ class MeshInterpreter(PlanInterpreter):
             layout, a_round, kept, env, self.step, combine, levels
         )
         if reuse is None:
-            results = [v for fold in a_round.folds for v in fold.results]
-            env.write([*(reduce.result for reduce in reduces), *results], totals)
+            env.write(a_round.combined, totals)
         for value, x in zip(kept, stacks, strict=True):
             env[value] = jnp.moveaxis(x, 0, value.axis)
-        for reduce in a_round.reduces:
-            # Last, as it may gather slices of this round, which are in `env` only now.
-            if reduce.op == "gather" and only_for_folds(self.plan, reduce.result):
-                env[reduce.result] = env[reduce.source]
-            elif reduce.op == "gather":
-                params = {"partition": layout.partition, "mesh": layout.mesh}
-                if reduce.sharded:
-                    params["sharded"] = reduce.sharded
-                env[reduce.result] = gather_p.bind(env[reduce.source], **params)
+        # Last, as it may gather slices of this round, which are in `env` only now.
+        for gather in a_round.all(Gather):
+            env[gather.result] = self._gathered(gather, layout, env)
         if reuse is not None:
             self._reuse_accumulators(layout, reuse, totals, env)
+
+    def _gathered(
+        self, gather: Gather, layout: Layout, env: Environment
+    ) -> PartitionedArray:
+        if only_for_folds(self.plan, gather.result):
+            return env[gather.source]
+        params = {"partition": layout.partition, "mesh": layout.mesh}
+        if gather.sharded:
+            params["sharded"] = gather.sharded
+        return gather_p.bind(env[gather.source], **params)
 
     def _reuse_accumulators(
         self,
@@ -222,69 +239,28 @@ class MeshInterpreter(PlanInterpreter):
         env.arrays |= reuse.run(layout, totals, server)
 
     def move(self, move: Move, slices: Array, index: Array | None = None) -> Array:
-        layout = self.layout
-        assert layout is not None
-        params = {"partition": layout.partition, "mesh": layout.mesh}
-        if move.op == "permute":
-            slices = as_operand(slices, layout, True)
-            return permute_p.bind(slices, sources=move.sources, **params)
-        # The partition is that of the operand of a take, of the result of a put_add.
-        end = move.source if move.op == "take" else move.result
-        if not end.partitioned:
-            params["partition"] = replace(layout.partition, size=move.population)
-        taken = layout
-        if not move.source.partitioned:
-            of_source = replace(layout.partition, size=move.population)
-            taken = make_layout(of_source, layout.mesh)
-        assert index is not None
-        slices, index = (
-            as_operand(slices, taken, True),
-            as_operand(index, layout, False),
-        )
-        return MOVES[move.op].bind(slices, index, **params)
+        assert self.layout is not None
+        return _MOVES(move, self.layout, slices, index)
 
     # -----------------------------------------------------------------------------
     # Loops
 
     def run_loop(self, index: int, loop: Loop, inputs: list[Any]) -> list[Array]:
-        layout = self.layout
-        if loop.op == "columns":
-            return run_columns(loop, inputs, evaluate_on_mesh)
-        if loop.op == "program":  # over another partition, on the same mesh
-            layout = layout_of(loop.bodies[0], layout and layout.mesh)
-        bodies = [
-            MeshInterpreter(body, layout, self.step, self.mesh) for body in loop.bodies
+        return _LOOPS(loop, self, inputs)
+
+    def bodies(self, loop: Loop) -> list["MeshInterpreter"]:
+        """Make the interpreters of a loop's bodies, over the plan's own partition."""
+        return [
+            MeshInterpreter(body, self.layout, self.step, self.mesh)
+            for body in loop.bodies
         ]
-        if loop.op == "program":
-            return bodies[0](inputs)
-        inputs = [
+
+    def typed(self, loop: Loop, inputs: list[Any]) -> list[Any]:
+        """Shard a loop's partitioned inputs: see `_typed`."""
+        return [
             x if isinstance(x, Stacked) else self._typed(v, x)
             for v, x in zip(loop.inputs, inputs, strict=True)
         ]
-        if loop.op == "cond":
-            branches = [lambda *x, body=body: body([*x]) for body in bodies]
-            return lax.switch(inputs[0], branches, *inputs[1:])
-        if loop.op == "while":
-            condition_consts, body_consts, init = split_while(loop, inputs)
-            condition, body = bodies
-            return lax.while_loop(
-                # The condition's plan returns one value, a bool.
-                lambda carry: condition([*condition_consts, *carry])[0],
-                lambda carry: with_shardings_of(body([*body_consts, *carry]), carry),
-                init,
-            )
-        (body,) = bodies
-        consts, init, xs = split_scan(loop, inputs)
-
-        def step(
-            carry: Sequence[Array], xs: list[Array]
-        ) -> tuple[Sequence[Array], list[Array]]:
-            outs = body([*consts, *carry, *xs])
-            carried = with_shardings_of(outs[: loop.carry], carry)
-            return carried, outs[loop.carry :]
-
-        carry, ys = lax.scan(step, init, xs, loop.length, loop.reverse)
-        return [*carry, *ys]
 
     def _typed(self, value: Value, x: Array) -> Array:
         """Shard a loop's partitioned input over the groups, if mesh axes are Explicit.
@@ -299,6 +275,118 @@ class MeshInterpreter(PlanInterpreter):
             return x
         x = as_operand(jnp.moveaxis(x, value.axis, 0), layout, True)
         return jnp.moveaxis(x, 0, value.axis)
+
+
+@MeshInterpreter.rules.rule(Gather)
+def _with_the_groups(*_: Any) -> None:
+    """Nothing: it is done before the server stage that may run with the groups."""
+
+
+# -------------------------------------------------------------------------------------
+# Moves
+
+_MOVES: Rules[Array] = Rules("A move of slices on a mesh")
+
+
+@_MOVES.rule(Permute)
+def _permute(move: Permute, layout: Layout, slices: Array, index: None) -> Array:
+    return permute_p.bind(
+        as_operand(slices, layout, True),
+        sources=move.sources,
+        partition=layout.partition,
+        mesh=layout.mesh,
+    )
+
+
+@_MOVES.rule(Take)
+def _take(move: Take, layout: Layout, slices: Array, index: Array) -> Array:
+    taken = _layout_of_end(move.source, layout)
+    return take_p.bind(
+        as_operand(slices, taken, True),
+        as_operand(index, layout, False),
+        partition=taken.partition,
+        mesh=layout.mesh,
+    )
+
+
+@_MOVES.rule(PutAdd)
+def _put_add(move: PutAdd, layout: Layout, slices: Array, index: Array) -> Array:
+    return put_add_p.bind(
+        as_operand(slices, _layout_of_end(move.source, layout), True),
+        as_operand(index, layout, False),
+        partition=_layout_of_end(move.result, layout).partition,
+        mesh=layout.mesh,
+    )
+
+
+def _layout_of_end(value: Value, layout: Layout) -> Layout:
+    """Return the layout of the slices of the source or result of a move.
+
+    It is that of the groups; or of a population of which they are a cohort, if `value`
+    is global.
+    """
+    if value.partitioned:
+        return layout
+    population = replace(layout.partition, size=value.shape[0])
+    return make_layout(population, layout.mesh)
+
+
+# -------------------------------------------------------------------------------------
+# Loops
+
+_LOOPS: Rules[list[Array]] = Rules("A loop on a mesh")
+
+
+@_LOOPS.rule(Columns)
+def _columns(loop: Columns, run: MeshInterpreter, inputs: list[Any]) -> list[Array]:
+    return run_columns(loop, inputs, evaluate_on_mesh)
+
+
+@_LOOPS.rule(Program)
+def _program(loop: Program, run: MeshInterpreter, inputs: list[Any]) -> list[Array]:
+    (body,), layout = loop.bodies, run.layout
+    # Over another partition, on the same mesh.
+    layout = layout_of(body, layout and layout.mesh)
+    return MeshInterpreter(body, layout, run.step, run.mesh)(inputs)
+
+
+@_LOOPS.rule(Cond)
+def _cond(loop: Cond, run: MeshInterpreter, inputs: list[Any]) -> list[Array]:
+    inputs = run.typed(loop, inputs)
+    branches = [lambda *x, body=body: body([*x]) for body in run.bodies(loop)]
+    return lax.switch(inputs[0], branches, *inputs[1:])
+
+
+@_LOOPS.rule(While)
+def _while(loop: While, run: MeshInterpreter, inputs: list[Any]) -> list[Array]:
+    condition_consts, body_consts, init = loop.split(run.typed(loop, inputs))
+    condition, body = run.bodies(loop)
+    return lax.while_loop(
+        # The condition's plan returns one value, a bool.
+        lambda carry: condition([*condition_consts, *carry])[0],
+        lambda carry: with_shardings_of(body([*body_consts, *carry]), carry),
+        init,
+    )
+
+
+@_LOOPS.rule(Scan)
+def _scan(loop: Scan, run: MeshInterpreter, inputs: list[Any]) -> list[Array]:
+    (body,) = run.bodies(loop)
+    consts, init, xs = loop.split(run.typed(loop, inputs))
+
+    def step(
+        carry: Sequence[Array], xs: list[Array]
+    ) -> tuple[Sequence[Array], list[Array]]:
+        outs = body([*consts, *carry, *xs])
+        carried = with_shardings_of(outs[: loop.carry], carry)
+        return carried, outs[loop.carry :]
+
+    carry, ys = lax.scan(step, init, xs, loop.length, loop.reverse)
+    return [*carry, *ys]
+
+
+# -------------------------------------------------------------------------------------
+# The groups of a round
 
 
 def _run_groups(

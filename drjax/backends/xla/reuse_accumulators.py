@@ -28,9 +28,9 @@ from jax.sharding import PartitionSpec as P
 
 from drjax import _compat
 from drjax._compat.types import Array
+from drjax._plan import uses
 from drjax._sharding.execute import full_of_type, shard_map, vary
 from drjax._sharding.layout import Layout
-from drjax.backends._interpret_plan import reads_after_server
 from drjax.backends.xla.chunked_stage import finish, result_specs, sum_dtype
 from drjax.backends.xla.folds_around import has_folds
 from drjax.plan import Plan, Reduce, Stage, Value
@@ -59,7 +59,7 @@ class AccumulatorReuse:
         a_round = plan.rounds[index]
         self.server = _server_after(plan, index)
         # Results that nothing reads again need no buffer at all.
-        later = _needed_after(plan, index)
+        later = _needed_after(plan, self.server)
         self.reduces = a_round.partials
         results = [r.result for r in self.reduces]
         candidates = [*results, *self.server.outputs]
@@ -160,17 +160,18 @@ def find_reuse(plan: Plan, index: int) -> AccumulatorReuse | None:
     * The server stage has `fold_of_all_p` equations, folds around each group.
     * The server stage has effects, or a result is a random key.
     """
+    a_round = plan.rounds[index]
     # A loop that starts with the round's results needs them before the next stage.
-    if plan.rounds[index].loops:
+    if a_round.loops:
         return None
     # The server stage may take what a move gives to a population, after the sums.
-    if any(not move.result.partitioned for move in plan.rounds[index].moves):
+    if any(not move.result.partitioned for move in a_round.moves):
         return None
     # A part of a sum cannot take the buffer of the whole sum.
-    if any(reduce.sharded for reduce in plan.rounds[index].reduces):
+    if any(reduce.sharded for reduce in a_round.reduces):
         return None
     # A fold of the devices' states is no reduction of sums.
-    if plan.rounds[index].folds or has_folds(_server_after(plan, index)):
+    if a_round.folds or has_folds(_server_after(plan, index)):
         return None
     reuse = AccumulatorReuse(plan, index)
     size = reuse.reused_bytes  # unknown with symbolic dimensions
@@ -179,7 +180,7 @@ def find_reuse(plan: Plan, index: int) -> AccumulatorReuse | None:
 
 
 def finish_stacked(
-    layout: Layout, reduces: list[Reduce], totals: list[Array]
+    layout: Layout, reduces: Sequence[Reduce], totals: list[Array]
 ) -> list[Array]:
     """Combine the devices' partial reductions, and finish each reduction.
 
@@ -205,21 +206,12 @@ def _server_after(plan: Plan, index: int) -> Stage:
     return plan.rounds[after].server if after < len(plan.rounds) else plan.server
 
 
-def _needed_after(plan: Plan, index: int) -> set[str]:
-    """Return the names of the values that are read after the end of a round.
-
-    The end of a round is its reductions and the server stage after it. What that stage
-    itself reads does not count, but what is read after it does, and the plan's outputs.
-    """
-    needed = {v.name for v in plan.outputs}
-    for i, a_round in enumerate(plan.rounds[index + 1 :]):
-        # The next server stage, i = 0, runs in the step of the loop itself: what it
-        # reads needs no buffer after the step.
-        needed |= {v.name for v in a_round.server.inputs if i}
-        needed |= {v.name for v in reads_after_server(a_round)}
-    if index + 1 < len(plan.rounds):
-        needed |= {v.name for v in plan.server.inputs}
-    return needed
+def _needed_after(plan: Plan, server: Stage) -> set[str]:
+    """Return the names of the values that are read after a server stage, not by it."""
+    # The stage runs in the step of the loop itself: what only it reads needs no buffer
+    # after the step.
+    after = next(i for i, step in enumerate(plan.steps) if step is server)
+    return {name for name, last in uses.last_reads(plan).items() if last > after}
 
 
 def _fits(reduce: Reduce, value: Value) -> bool:

@@ -1,0 +1,325 @@
+"""The exchanges of a plan: what the server and the groups communicate.
+
+    server -> groups      Broadcast  Scatter
+    groups -> server      Reduce  Fold  Gather
+    groups -> groups      Permute  Take  PutAdd
+
+Input: the values that are communicated. Output: records, whose bytes the ledger counts.
+Sharp edges: backends run a `Reduce` or a `Fold` together with the stage before it.
+"""
+
+import collections
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from drjax._plan.steps import Exchange, Stage
+from drjax._plan.value import Value
+from drjax._plan.wire import Wire
+
+# -------------------------------------------------------------------------------------
+# From the server to the groups
+
+
+@dataclass(frozen=True)
+class Broadcast(Exchange):
+    """Each group gets a copy of a global value, which keeps its name.
+
+    Attributes:
+      source: The global value.
+    """
+
+    source: Value
+
+    op: ClassVar[str] = "broadcast"
+    direction = "down"
+    outputs = ()
+
+    @property
+    def inputs(self) -> tuple[Value, ...]:
+        return (self.source,)
+
+    def slices_per_device(self, size: int, devices: int) -> int:
+        return 0  # each device has the server's value
+
+
+@dataclass(frozen=True)
+class Scatter(Exchange):
+    """Group i gets slice i of a global value.
+
+    Attributes:
+      source: The global value, with the groups along the axis `result.axis`.
+      result: The partitioned value that it gives.
+    """
+
+    source: Value
+    result: Value
+
+    op: ClassVar[str] = "scatter"
+    direction = "down"
+
+    @property
+    def inputs(self) -> tuple[Value, ...]:
+        return (self.source,)
+
+    @property
+    def outputs(self) -> tuple[Value, ...]:
+        return (self.result,)
+
+    def messages(self) -> Iterator[tuple[Value, int]]:
+        yield self.result, self.result.nbytes
+
+    def slices_per_device(self, size: int, devices: int) -> int:
+        return 0  # each device has the server's value
+
+
+# -------------------------------------------------------------------------------------
+# From the groups to the server
+
+
+class _Reduction(Exchange):
+    """A combination of all groups' slices into one global value."""
+
+    source: Value
+    result: Value
+
+    direction = "up"
+
+    @property
+    def inputs(self) -> tuple[Value, ...]:
+        return (self.source,)
+
+    @property
+    def outputs(self) -> tuple[Value, ...]:
+        return (self.result,)
+
+
+@dataclass(frozen=True)
+class Reduce(_Reduction):
+    """One reduction of all groups' slices to a global value, and how it is encoded.
+
+    Attributes:
+      op: `sum`, `mean`, `max` or `min`.
+      source: The partitioned value that is reduced.
+      result: The global value that it gives.
+      wire: How a sum or mean is encoded between devices; None: it is not encoded.
+      sharded: Whether the devices of a mesh have parts of the result, not all of it.
+      secure: Of a secure sum, the least number of groups to sum: no process but a
+        group's own may see its slice. 0: the sum is not secure.
+      bound: Of a secure sum, the largest magnitude of a number of one group; None: the
+        engine's.
+    """
+
+    op: str
+    source: Value
+    result: Value
+    wire: Wire | None = None
+    sharded: bool = False
+    secure: int = 0
+    bound: float | None = None
+
+    combines = True
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of one group's slice as it is communicated."""
+        if self.wire is None:
+            return self.source.nbytes
+        return self.wire.nbytes(math.prod(self.source.shape))
+
+    def messages(self) -> Iterator[tuple[Value, int]]:
+        yield self.source, self.nbytes
+
+    def slices_per_device(self, size: int, devices: int) -> int:
+        return 1  # a partial reduction
+
+
+@dataclass(frozen=True)
+class Gather(_Reduction):
+    """All groups' slices, in order, as one global value.
+
+    Attributes:
+      source: The partitioned value that is gathered.
+      result: The global value, with the groups along axis 0.
+      sharded: Whether the devices of a mesh have parts of the result, not all of it;
+        "auto": only if the axes of the mesh are Auto.
+    """
+
+    source: Value
+    result: Value
+    sharded: bool | str = False
+
+    op: ClassVar[str] = "gather"
+    wire, secure, bound = None, 0, None  # it is neither encoded nor secure
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of one group's slice."""
+        return self.source.nbytes
+
+    def slices_per_device(self, size: int, devices: int) -> int:
+        return -(-size // devices)
+
+
+@dataclass(frozen=True)
+class Fold(Exchange):
+    """One fold of all groups' states into a global state, in the order of the groups.
+
+    Attributes:
+      combine: The associative function of two states, as a stage: of the values that it
+        closes over, then the leaves of the left state, and those of the right one. Its
+        outputs are `results`.
+      init: The leaves of the neutral state, global values.
+      sources: The leaves of the groups' states, partitioned values.
+      results: The leaves of the fold, global values.
+      commutative: Whether states may be combined in any order.
+    """
+
+    combine: Stage
+    init: tuple[Value, ...]
+    sources: tuple[Value, ...]
+    results: tuple[Value, ...]
+    commutative: bool = False
+
+    op: ClassVar[str] = "fold"
+    direction = "up"
+    combines = True
+
+    @property
+    def consts(self) -> tuple[Value, ...]:
+        """The global values that the function closes over."""
+        return self.combine.inputs[: -2 * len(self.sources)]
+
+    @property
+    def inputs(self) -> tuple[Value, ...]:
+        """The values that the fold reads."""
+        return (*self.consts, *self.init, *self.sources)
+
+    @property
+    def outputs(self) -> tuple[Value, ...]:
+        return self.results
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of one group's state."""
+        return sum(v.nbytes for v in self.sources)
+
+    def messages(self) -> Iterator[tuple[Value, int]]:
+        return ((v, v.nbytes) for v in self.sources)
+
+    def slices_per_device(self, size: int, devices: int) -> int:
+        return 1  # the device's own state
+
+    def stages(self) -> Iterator[tuple[str, Stage]]:
+        yield f"fold by {self.combine.name}", self.combine
+
+
+# -------------------------------------------------------------------------------------
+# Between groups
+
+
+class Move(Exchange):
+    """One move of slices from groups to groups: a permute, a take or a put_add.
+
+    Attributes:
+      op: `permute`, `take` or `put_add`, as the primitives in `drjax.primitives`.
+      source: The partitioned value whose slices move; or a population, of which the
+        groups are a cohort: a global value, `[N, *s]`.
+      result: The partitioned value that it gives, or a population.
+      sources: Of a permute, for each group the group whose slice it gets; else ().
+      index: Of a take, int32: for each slice of `result` that of `source`. Of a
+        put_add, for each slice of `source` that of `result`, if there is one.
+    """
+
+    op: ClassVar[str]
+    source: Value
+    result: Value
+    sources: tuple[int, ...]
+    index: Value | None
+
+    direction = "between"
+
+    @property
+    def population(self) -> int:
+        """N, the number of slices of a population; 0 if there is none."""
+        return sum(v.shape[0] for v in (self.source, self.result) if not v.partitioned)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of one group's slice."""
+        return (self.source if self.source.partitioned else self.result).nbytes
+
+    @property
+    def inputs(self) -> tuple[Value, ...]:
+        """The values that the move reads, `source`, and `index` if there is one."""
+        return (self.source,) if self.index is None else (self.source, self.index)
+
+    @property
+    def outputs(self) -> tuple[Value, ...]:
+        return (self.result,)
+
+    def messages(self) -> Iterator[tuple[Value, int]]:
+        yield self.source, self.nbytes
+
+
+@dataclass(frozen=True)
+class Permute(Move):
+    """Group i gets the slice of group `sources[i]`. See `Move`."""
+
+    source: Value
+    result: Value
+    sources: tuple[int, ...]
+
+    op = "permute"
+    index = None
+
+    def slices_per_device(self, size: int, devices: int) -> int:
+        per_device = -(-size // devices)
+        leaving = collections.Counter(
+            source // per_device
+            for group, source in enumerate(self.sources)
+            if source // per_device != group // per_device
+        )
+        return max(leaving.values(), default=0)
+
+
+class _Indexed(Move):
+    """A move whose index is a value."""
+
+    index: Value
+
+    sources = ()
+
+    def slices_per_device(self, size: int, devices: int) -> int:
+        # One reduce-scatter of zeros and slices, for all groups; if the move gives more
+        # slices than it takes, it is an all-gather of these.
+        other = self.population or size
+        source, result = (size, other) if self.source.partitioned else (other, size)
+        return -(-source // devices) if result > source else result
+
+
+@dataclass(frozen=True)
+class Take(_Indexed):
+    """Group i gets slice `index[i]`, or zeros if there is none. See `Move`."""
+
+    source: Value
+    result: Value
+    index: Value
+
+    op = "take"
+
+
+@dataclass(frozen=True)
+class PutAdd(_Indexed):
+    """Slice i is added to that of group `index[i]`, if there is one. See `Move`."""
+
+    source: Value
+    result: Value
+    index: Value
+
+    op = "put_add"
+
+
+# The names of the moves, as messages and primitives have them.
+MOVES = tuple(move.op for move in (Permute, Take, PutAdd))

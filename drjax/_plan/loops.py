@@ -1,0 +1,131 @@
+"""The loops of a plan: steps that run plans of their own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from drjax._plan.steps import Loop
+from drjax._plan.value import Value
+
+if TYPE_CHECKING:
+    from drjax._plan.normal_form import Plan
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Scan(Loop):
+    """A loop of a known number of steps, as `jax.lax.scan`. See `Loop`.
+
+    Attributes:
+      consts: The number of constants of the body, as a tuple of one.
+      carry: The number of carried values.
+      length: The number of steps.
+      reverse: Whether it runs from its last step to its first.
+    """
+
+    name: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    bodies: tuple["Plan", ...]
+    consts: tuple[int, ...]
+    carry: int
+    length: int
+    reverse: bool = False
+
+    op = "scan"
+
+    @property
+    def times(self) -> tuple[int, ...]:
+        return (self.length,)
+
+    def split(self, xs: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+        """Split a list in the order of its inputs: constants, carried values, stacks.
+
+        Each step takes one entry of every stack, the `xs` of `lax.scan`.
+        """
+        first = sum(self.consts)
+        second = first + self.carry
+        return [*xs[:first]], [*xs[first:second]], [*xs[second:]]
+
+
+@dataclass(frozen=True)
+class While(Loop):
+    """A loop that runs while its condition holds, as `jax.lax.while_loop`. See `Loop`.
+
+    Attributes:
+      consts: The numbers of constants of the condition, and of the body.
+      carry: The number of carried values.
+    """
+
+    name: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    bodies: tuple["Plan", ...]
+    consts: tuple[int, ...]
+    carry: int
+
+    op = "while"
+    length, reverse = None, False
+
+    @property
+    def times(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def split(self, xs: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+        """Split a list in the order of its inputs.
+
+        They are constants of the condition, constants of the body, and carried values.
+        """
+        first, second = self.consts[0], sum(self.consts)
+        return [*xs[:first]], [*xs[first:second]], [*xs[second:]]
+
+
+@dataclass(frozen=True)
+class Cond(Loop):
+    """One of several branches, as `jax.lax.switch`. See `Loop`."""
+
+    name: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    bodies: tuple["Plan", ...]
+
+    op = "cond"
+    consts, carry, length, reverse = (), 0, None, False
+
+
+@dataclass(frozen=True)
+class Program(Loop):
+    """A plan over another partition, whose inputs and outputs are global values here.
+
+    See `Loop`.
+    """
+
+    name: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    bodies: tuple["Plan", ...]
+
+    op = "program"
+    consts, carry, length, reverse = (), 0, None, False
+
+
+@dataclass(frozen=True)
+class Columns(Loop):
+    """Work on each coordinate of gathered slices: a plan of one round over coordinates.
+
+    See `Loop`. Its inputs and outputs are global values.
+    """
+
+    name: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    bodies: tuple["Plan", ...]
+
+    op = "columns"
+    consts, carry, length, reverse = (), 0, None, False
+
+    @property
+    def body(self) -> "Plan":
+        """The plan over the coordinates."""
+        return self.bodies[0]
