@@ -2,6 +2,7 @@
 
 from importlib.metadata import version as _version
 
+from drjax import _drawing as _drawing
 from drjax import backends as backends
 from drjax import compiled as compiled
 from drjax import primitives as primitives

@@ -11,6 +11,7 @@ from typing import Any
 from drjax._drawing.columns import LINE, PAD
 from drjax._drawing.positions import TITLE, Arrow, Box, Picture, layout
 from drjax._errors import DrjaxValueError
+from drjax._plan.methods import implements
 from drjax._planner.arguments import check_known_shapes
 from drjax.plan import Plan
 
@@ -32,8 +33,9 @@ _STYLES = {  # fill, edge, line width
 }
 
 
+@implements("Plan.draw")
 def draw(plan: Plan, path: str | Path) -> None:
-    """Write a picture of a plan to a file; the implementation of `Plan.draw`."""
+    """Write a picture of a plan to a file."""
     path = Path(path)
     if path.suffix.lower() not in (".svg", ".png"):
         raise DrjaxValueError(

@@ -1,12 +1,12 @@
 """What `print(plan)` prints: a plan as text, its signature and then round by round.
 
-Input: a `drjax.plan.Plan`. Output: lines of text, by `lines`. `bytes_as_text` is for
-other texts, too. Sharp edges: the plan imports this module lazily, to print itself.
+Input: a `drjax.plan.Plan`. Output: its text. `bytes_as_text` is for other texts, too.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from drjax._plan.methods import implements
 from drjax._primitives.reduce_ops import REDUCE_OPS
 from drjax.plan import (
     Broadcast,
@@ -48,8 +48,14 @@ def _phrase(op: str, groups: str) -> str:
     return phrase.replace("groups", groups)
 
 
-def lines(plan: Plan) -> Iterator[str]:
-    """Yield the lines of `print(plan)`: name, partition, inputs, outputs, rounds."""
+@implements("Plan.__str__")
+def printed(plan: Plan) -> str:
+    """Return the text of `print(plan)`."""
+    return "\n".join(_plan_lines(plan))
+
+
+def _plan_lines(plan: Plan) -> Iterator[str]:
+    """Yield the lines of text: name, partition, inputs, outputs, rounds."""
     over = "calls no building block"
     if plan.partition is not None:
         rounds = _count(len(plan.rounds), "round")

@@ -212,7 +212,7 @@ class Fold(Exchange):
         return 1  # the device's own state
 
     def stages(self) -> Iterator[tuple[str, Stage]]:
-        yield f"fold by {self.combine.name}", self.combine
+        yield "fold", self.combine
 
 
 # -------------------------------------------------------------------------------------

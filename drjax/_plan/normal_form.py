@@ -11,6 +11,7 @@ partitioned value, whose slice i only group i keeps. This module holds data only
 """
 
 import functools
+import itertools
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from typing import Any, TypeVar
 
 from drjax._errors import PlanError
 from drjax._partition import Partition
-from drjax._plan import uses
+from drjax._plan import methods, uses
 from drjax._plan.exchanges import Broadcast, Fold, Gather, Move, Reduce, Scatter
 from drjax._plan.ledger import Ledger, Message, checked_devices
 from drjax._plan.loops import Columns
@@ -51,7 +52,7 @@ class Round(Record):
 
     @property
     def server(self) -> Stage:
-        """The server stage: global computation that the round's communication needs."""
+        """Global computation that the round's communication needs."""
         return self.all(Stage)[0]
 
     @property
@@ -61,12 +62,12 @@ class Round(Record):
 
     @property
     def scatter(self) -> tuple[tuple[Value, Value], ...]:
-        """Pairs (global `[n, *s]`, partitioned `[*s]`): group i receives slice i."""
+        """Pairs of a global value and of its slices, of which group i receives slice i."""
         return tuple((step.source, step.result) for step in self.all(Scatter))
 
     @property
     def local(self) -> Stage:
-        """The local stage: the computation of one group."""
+        """The computation of one group."""
         return self.all(Stage)[1]
 
     @property
@@ -181,8 +182,11 @@ class Plan(Record):
         level after the local stage that runs them.
         """
         for number, a_round in enumerate(self.rounds, 1):
+            folds = itertools.count()
             for step in a_round.steps:
                 for location, stage in step.stages():
+                    if isinstance(step, Fold):
+                        location = f"fold {next(folds)}"
                     yield f"round {number}, {location}", stage
         yield "server", self.server
 
@@ -262,9 +266,8 @@ class Plan(Record):
         counts = checked_devices(ledger.levels, devices)
         own = "" if self.partition is None else self.partition.name
         if code:
-            from drjax._plan_file.group_stages import bytes_of_code
-
-            ledger = replace(ledger, code=bytes_of_code(self))
+            nbytes = methods.call("Plan.communication", self)
+            ledger = replace(ledger, code=nbytes)
         return replace(
             ledger, devices=counts.get(own, 1), devices_of=tuple(counts.items())
         )
@@ -284,9 +287,7 @@ class Plan(Record):
           >>> mean = drjax.program(clients=4)(drjax.reduce_mean)
           >>> drjax.make_plan(mean)(jnp.arange(4.0)).draw("runs/plans/mean.svg")
         """
-        from drjax._drawing.draw import draw
-
-        draw(self, path)
+        methods.call("Plan.draw", self, path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a plan file, which runs without the source of this program.
@@ -308,19 +309,14 @@ class Plan(Record):
           >>> print(drjax.backends.reference.compile(plan)(jnp.arange(4.0)))
           1.5
         """
-        from drjax._plan_file.save import save
-
-        save(self, path)
+        methods.call("Plan.save", self, path)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        from drjax._plan_file.save import pickled
-
-        return pickled(self)  # as a plan file: jaxprs have no pickled form
+        # As a plan file: jaxprs have no pickled form.
+        return methods.call("Plan.__reduce__", self)
 
     def __str__(self) -> str:
-        from drjax._drawing.print_plan import lines
-
-        return "\n".join(lines(self))
+        return methods.call("Plan.__str__", self)
 
 
 def _resized(plan: Plan, own: Partition | None, n: int) -> Plan:

@@ -73,5 +73,5 @@ class Rules(Generic[R]):
 
 def _named(step: Step) -> str:
     """Name a step in an error: its class, and the values that it gives."""
-    given = ", ".join(v.name for v in step.outputs) or "nothing"
-    return f"{type(step).__name__}, which gives {given}"
+    results = ", ".join(v.name for v in step.outputs) or "nothing"
+    return f"{type(step).__name__}, which gives {results}"

@@ -189,28 +189,28 @@ class _PlanReader:
             if "inner" in data:
                 stage = replace(stage, inner=self.plan(data["inner"]))
             return stage
-        known = {name: (form, default) for name, form, default in fields_of(cls)}
+        known = {name: (kind, default) for name, kind, default in fields_of(cls)}
         if unknown := data.keys() - known.keys() - {"step"}:
             raise ValueError(f"a {cls.__name__} has no {str(sorted(unknown))[:60]}")
         fields: dict[str, Any] = {}
-        for name, (form, default) in known.items():
+        for name, (kind, default) in known.items():
             if name in data:
-                fields[name] = self._field(form, data[name], values)
+                fields[name] = self._field(kind, data[name], values)
             elif not has_default(default):
                 raise KeyError(name)
         return cls(**fields)
 
-    def _field(self, form: str, data: Json, values: Values) -> Any:
-        """Build a field of a step, of one of the forms of `step_fields.py`."""
-        if form is VALUE:
+    def _field(self, kind: str, data: Json, values: Values) -> Any:
+        """Build a field of a step, of one of the kinds of `step_fields.py`."""
+        if kind is VALUE:
             return values([data])[0]
-        if form is VALUES:
+        if kind is VALUES:
             return values(data)
-        if form is STAGE:
+        if kind is STAGE:
             return self.stages.stage(data, values, ())
-        if form is PLANS:
+        if kind is PLANS:
             return tuple(map(self.plan, json_values.items(data)))
-        if form is WIRE:
+        if kind is WIRE:
             dtype, block = json_values.items(data)
             return Wire(json_values.text(dtype), json_values.count(block))
         return json_values.plain(data)

@@ -192,20 +192,20 @@ class _Writer:
         `position` is that in its round, for the names of its members.
         """
         data: dict[str, Any] = {"step": type(step).__name__}
-        for name, form, default in fields_of(type(step)):
+        for name, kind, default in fields_of(type(step)):
             x = getattr(step, name)
             if x == default:
                 continue
-            if form is STAGE:
+            if kind is STAGE:
                 data[name] = self._stage(x, f"{prefix}{position}.{name}", names)
-            elif form is PLANS:
+            elif kind is PLANS:
                 assert isinstance(step, Loop), step
                 data[name] = [
                     self.plan(body, f"{prefix}{step.name}.{i}.")
                     for i, body in enumerate(x)
                 ]
             else:
-                data[name] = _FORMS[form](x, names)
+                data[name] = _KINDS[kind](x, names)
         return data
 
     def _constant(self, x: np.ndarray) -> dict[str, Any]:
@@ -226,7 +226,7 @@ class _Writer:
         return {"member": name, "dtype": str(x.dtype)}
 
 
-_FORMS: dict[str, Callable[[Any, Names], Any]] = {
+_KINDS: dict[str, Callable[[Any, Names], Any]] = {
     VALUE: lambda value, names: names([value])[0],
     VALUES: lambda values, names: names(values),
     WIRE: lambda wire, names: [wire.dtype, wire.block],

@@ -179,5 +179,6 @@ def _of_stage(
 def _of_fold(
     fold: Fold, export: _Export, a_round: Round, kept: frozenset[str], location: str
 ) -> Fold:
-    where = f"{location}fold by {fold.combine.name}"
-    return replace(fold, combine=export.server(fold.combine, where))
+    index = next(i for i, other in enumerate(a_round.folds) if other is fold)
+    combine = export.server(fold.combine, f"{location}fold {index}")
+    return replace(fold, combine=combine)

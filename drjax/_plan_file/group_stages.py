@@ -11,6 +11,7 @@ the server runs, is part of its round, and so of the file.
 import jax
 
 from drjax._plan.map_stages import without_inner
+from drjax._plan.methods import implements
 from drjax._plan_file import container
 from drjax._plan_file.encode import encode
 from drjax._plan_file.export_plan import export_plan
@@ -44,6 +45,7 @@ def file_of_stage(owner: Plan, a_round: Round) -> bytes:
     return container.to_bytes(*encode(plan))
 
 
+@implements("Plan.communication")
 def bytes_of_code(plan: Plan) -> int:
     """Return the size of the files of all local stages; equal ones count once."""
     plan = export_plan(without_inner(plan))

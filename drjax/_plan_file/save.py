@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from drjax import _storage
 from drjax._errors import PlanFileError
+from drjax._plan.methods import implements
 from drjax._plan_file import container
 from drjax._plan_file.encode import encode
 from drjax._plan_file.export_plan import export_plan
@@ -12,8 +13,9 @@ from drjax._plan_file.load import plan_from_bytes
 from drjax.plan import Plan
 
 
+@implements("Plan.save")
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write a plan to a file; the implementation of `Plan.save`.
+    """Write a plan to a file.
 
     If the plan cannot be exported, or the file cannot be written, an earlier file is
     unchanged.
@@ -38,8 +40,9 @@ def plan_to_bytes(plan: Plan) -> bytes:
     return container.to_bytes(manifest, members)
 
 
+@implements("Plan.__reduce__")
 def pickled(plan: Plan) -> tuple[Callable[[bytes], Plan], tuple[bytes]]:
-    """Return what `Plan.__reduce__` does: a function, and its arguments."""
+    """Return a function, and its arguments."""
     return _unpickled, (plan_to_bytes(plan),)
 
 

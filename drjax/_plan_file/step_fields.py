@@ -1,7 +1,7 @@
-"""The fields of steps, as a plan file has them: one form for each type of a field.
+"""The fields of steps, as a plan file has them: a kind for each type of a field.
 
-Input: a class of steps, a dataclass. Output: its fields with their forms, by which
-`encode` writes and `decode` reads them. Invariant: a field of a type that has a form
+Input: a class of steps, a dataclass. Output: its fields with their kinds, by which
+`encode` writes and `decode` reads them. Invariant: a field of a type that has a kind
 needs no code in the codec.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 from drjax._plan.record import Record
 from drjax.plan import Plan, Stage, Step, Value, Wire
 
-# The forms: the name of a value, names of values, a stage, plans, an encoding of
+# The kinds: the name of a value, names of values, a stage, plans, an encoding of
 # numbers, and JSON data: numbers, texts, bools and lists of them.
 VALUE, VALUES, STAGE, PLANS, WIRE, PLAIN = (
     "value",
@@ -23,7 +23,7 @@ VALUE, VALUES, STAGE, PLANS, WIRE, PLAIN = (
     "wire",
     "plain",
 )
-_FORMS: dict[Any, str] = {
+_KINDS: dict[Any, str] = {
     Value: VALUE,
     tuple[Value, ...]: VALUES,
     Stage: STAGE,
@@ -34,10 +34,10 @@ _FORMS: dict[Any, str] = {
 
 @functools.cache
 def fields_of(cls: type[Step]) -> list[tuple[str, str, Any]]:
-    """List the fields of a class of steps: name, form, and default or `MISSING`."""
+    """List the fields of a class of steps: name, kind, and default or `MISSING`."""
     hints = typing.get_type_hints(cls, localns=Record.records)
     return [
-        (f.name, _FORMS.get(hints[f.name], PLAIN), f.default)
+        (f.name, _KINDS.get(hints[f.name], PLAIN), f.default)
         for f in fields(typing.cast(Any, cls))
     ]
 

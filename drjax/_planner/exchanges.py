@@ -19,7 +19,7 @@ from drjax._partition import Partition
 from drjax._planner.partitioning.environment import Environment
 from drjax._planner.stage_values import StageValues
 from drjax._planner.trace_stages import trace_combine_stage
-from drjax._primitives.reduce_ops import REDUCE_OPS, of_primitive
+from drjax._primitives.reduce_ops import of_primitive
 from drjax._primitives.routes import MOVES, partitions_of
 from drjax.plan import (
     Exchange,
@@ -67,7 +67,8 @@ class ExchangeRule:
 
 def exchange_rule(eqn: Eqn, kinds: Environment) -> ExchangeRule | None:
     """The rule of an equation that communicates over the plan's partition, or None."""
-    rule = _RULES.get(eqn.primitive)
+    reduces = of_primitive(eqn.primitive) is not None
+    rule = _REDUCTION if reduces else _RULES.get(eqn.primitive)
     return rule if rule and kinds.partition in partitions_of(eqn) else None
 
 
@@ -148,8 +149,9 @@ _move = lambda make: ExchangeRule(
     make, _moved, rank=1, gives_slices=True, passes_through=False
 )
 
+# Of every registered reduction.
+_REDUCTION = ExchangeRule(_reduce, _first)
 _RULES: dict[Primitive, ExchangeRule] = {
-    **{op.primitive: ExchangeRule(_reduce, _first) for op in REDUCE_OPS.values()},
     primitives.gather_p: ExchangeRule(_gather, _first),
     MOVES["permute"]: _move(_permute),
     MOVES["take"]: _move(_take),

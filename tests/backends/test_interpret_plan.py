@@ -61,9 +61,9 @@ def test_values_are_dropped_after_the_round_that_reads_them_last():
     assert {x, scale, mean, move.result.name} <= second
     assert {x, mean, largest} <= third and scale not in third
     dropped = read_last(plan)
-    at = lambda name: next(i for i, names in enumerate(dropped) if name in names)
+    last = lambda name: next(i for i, names in enumerate(dropped) if name in names)
     second, third = (plan.steps.index(r.local) for r in plan.rounds[1:])
-    assert at(scale) == at(move.result.name) == second and at(x) == third
+    assert last(scale) == last(move.result.name) == second and last(x) == third
     assert not any(
         mean in names for names in dropped[:-1]
     )  # the last server stage reads it

@@ -113,7 +113,7 @@ def import_circles(trees: dict[str, ast.Module]) -> list[set[str]]:
     """The sets of modules that import each other, by imports inside functions too."""
     edges: dict[str, set[str]] = {}
     for module, tree in trees.items():
-        found, typed = set(), set()
+        imported, typed = set(), set()
         for node in ast.walk(tree):
             if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
                 typed.update(map(id, ast.walk(node)))
@@ -121,10 +121,10 @@ def import_circles(trees: dict[str, ast.Module]) -> list[set[str]]:
                 continue
             if isinstance(node, ast.ImportFrom):
                 named = [f"{node.module}.{a.name}" for a in node.names]
-                found |= {x if x in trees else str(node.module) for x in named}
+                imported |= {x if x in trees else str(node.module) for x in named}
             elif isinstance(node, ast.Import):
-                found |= {a.name for a in node.names}
-        edges[module] = {x for x in found if x in trees and x != module}
+                imported |= {a.name for a in node.names}
+        edges[module] = {x for x in imported if x in trees and x != module}
     reached = {name: _reachable(name, edges) for name in edges}
     circles = {
         frozenset(y for y in reached[x] if x in reached[y]) | {x}
@@ -168,13 +168,13 @@ def returns_of_planning() -> int:
     closed = jax.make_jaxpr(mean_square)(jnp.ones(4))
     path: list[str] = []
 
-    def note(frame, event, arg):
+    def record(frame, event, arg):
         module = frame.f_globals.get("__name__", "")
         own = module.startswith("drjax.") and not module.startswith("drjax._compat")
         if event == "call" and own and (not path or path[-1] != module):
             path.append(module)
 
-    sys.setprofile(note)
+    sys.setprofile(record)
     try:
         plan_of_jaxpr(closed, "mean_square", ["x"], [None])
     finally:

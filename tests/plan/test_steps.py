@@ -1,8 +1,8 @@
 """A new kind of exchange: refused by each consumer in one way, until it has its rules.
 
 Covers: drjax._plan.steps, drjax._plan.rules, drjax._plan.exchanges, drjax._plan.loops,
-drjax._plan.uses, drjax._plan.normal_form, drjax._planner.exchanges,
-drjax._plan_file.step_fields.
+drjax._plan.uses, drjax._plan.normal_form, drjax._plan.methods,
+drjax._planner.exchanges, drjax._plan_file.step_fields.
 """
 
 from dataclasses import dataclass, replace

@@ -117,7 +117,7 @@ def escaping_in_the_manifest(path):
 
 
 def of_a_later_version(path):
-    with_manifest(path, lambda m: m.update(version=2))
+    with_manifest(path, lambda m: m.update(version=3))
 
 
 def of_another_format(path):

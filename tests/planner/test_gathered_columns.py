@@ -13,7 +13,7 @@ import pytest
 import drjax
 from drjax.backends import in_process, reference, xla
 from tests.helpers.meshes import groups_and_meshes, in_mesh
-from tests.helpers.plan_files import forge, read_members
+from tests.helpers.plan_files import forge, read_members, steps_of
 from tests.helpers.raising import raises
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
@@ -161,9 +161,11 @@ def test_a_failure_names_the_round(monkeypatch):
 
 
 FORGED = {
-    "a round too many": lambda body: body["rounds"].append(body["rounds"][0]),
-    "a gather": lambda body: body["rounds"][0]["reduces"].append(
-        {"op": "gather", "values": [body["outputs"][0]] * 2}
+    "a round too many": lambda body: body.update(
+        steps=[*body["steps"][:-1], *body["steps"]]
+    ),
+    "a gather": lambda body: body["steps"].insert(
+        2, {"step": "Gather", "source": body["outputs"][0], "result": body["inputs"][0]}
     ),
     "fewer coordinates": lambda body: body["partition"].update(size=6),
     "no partition": lambda body: body.update(partition=None),
@@ -177,10 +179,10 @@ def test_forged_files(name, tmp_path):
     drjax.make_plan(f)(x).save(path)
     members = read_members(path)
     manifest = json.loads(members["manifest.json"])
-    assert manifest["plan"]["rounds"][0]["loops"][0]["op"] == "columns"
+    assert len(steps_of(manifest["plan"], "Columns")) == 1
 
     def change(manifest):
-        FORGED[name](manifest["plan"]["rounds"][0]["loops"][0]["bodies"][0])
+        FORGED[name](steps_of(manifest["plan"], "Columns")[0]["bodies"][0])
 
     forge(path, members, change=change)
     raises(drjax.PlanFileError, "malformed manifest", drjax.load_plan, path)

@@ -35,11 +35,6 @@ LAYERS = (
     {"backends"},
     {"_jit", "compiled", "contrib", "__main__"},
 )
-# A plan draws, prints and saves itself, and counts its code, when asked to.
-ASKED_FOR = {
-    *("_drawing.draw", "_drawing.print_plan"),
-    *("_plan_file.save", "_plan_file.group_stages"),
-}
 BACKENDS = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
     for path in (PACKAGE / "backends").rglob("*.py")
@@ -86,8 +81,7 @@ def test_imports_go_down_only():
     for name, targets in modules.items():
         for target in targets:
             above, below = (LAYER_OF[x.split(".")[0]] for x in (name, target))
-            if name != "_plan.normal_form" or target not in ASKED_FOR:
-                assert below <= above, f"{name} imports {target}"
+            assert below <= above, f"{name} imports {target}"
             if name.startswith("backends."):
                 assert target not in BACKENDS, f"{name} imports {target}"
             # It binds primitives, as its operands are checked arrays.
@@ -109,9 +103,7 @@ def test_no_import_cycles():
         assert name not in path, f"cycle: {(*path, name)}"
         if name in done:
             return
-        for target in edges[name] - (
-            ASKED_FOR if name == "_plan.normal_form" else set()
-        ):
+        for target in edges[name]:
             visit(target, (*path, name))
         done.add(name)
 
