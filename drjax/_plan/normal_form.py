@@ -62,7 +62,7 @@ class Round(Record):
 
     @property
     def scatter(self) -> tuple[tuple[Value, Value], ...]:
-        """Pairs of a global value and of its slices, of which group i receives slice i."""
+        """Pairs of a global value and its slices, of which group i receives slice i."""
         return tuple((step.source, step.result) for step in self.all(Scatter))
 
     @property
