@@ -154,7 +154,7 @@ class Loop(Step):
 
     @property
     def times(self) -> tuple[int | str, ...]:
-        """How often the bodies run: a number, or the loop's name if a run tells it.
+        """How often the bodies run, a number, or the loop's name if a run tells it.
 
         () if that is once, or a branch.
         """
