@@ -192,7 +192,8 @@ class Folder(Protocol):
     def write(self, name: str, chunks: Iterable[Any]) -> None:
         """Write a file; a file of the same name is replaced atomically.
 
-        The chunks are bytes-like objects that are written one after another.
+        The chunks are bytes-like objects that are written one after another. A local
+        folder must exist: `make` it first.
         """
         ...
 

@@ -429,7 +429,7 @@ def _weighted_sums(
         weights = check_weights(w, tree, leaves, params["partition"])
     layout = make_layout(**params)
     weigh = lambda mask, weight, leaf: _weigh(mask, weight, leaf)
-    weigh.__name__ = OF_LIBRARY + block
+    weigh.__name__ = OF_LIBRARY + block  # plans and profiles show it
     totals: dict[Any, jax.Array] = {}  # one sum for each weight, not for each leaf
     keys, products = [], []
     for leaf, weight in zip(leaves, weights, strict=True):

@@ -190,18 +190,20 @@ def _column(plan: Plan, number: int, location: str) -> Column:
     return Column(location, head, server, _messages(down), _messages(up), local)
 
 
+# Values that a round communicates, each after the text at its arrow: `w` of a
+# broadcast, `slice i of x` of a scatter, and else with the operation, as `sum of y`.
 Labeled: TypeAlias = list[tuple[str, Value]]
 
 
 def _arrows(a_round: Round) -> tuple[Labeled, Labeled, Labeled]:
-    """List what a round communicates up, down and between groups, with its labels."""
+    """List what a round communicates up, down and between groups."""
     sides: dict[str, Labeled] = {"up": [], "down": [], "between": []}
     for step in a_round.all(Exchange):
         sides[step.direction] += _labels(step)
     return sides["up"], sides["down"], sides["between"]
 
 
-# What an exchange communicates, with labels.
+# What one exchange communicates.
 _labels: Rules[Labeled] = Rules("Plan.draw")
 
 

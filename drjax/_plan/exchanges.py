@@ -292,8 +292,9 @@ class _Indexed(Move):
     sources = ()
 
     def slices_per_device(self, size: int, devices: int) -> int:
-        # One reduce-scatter of zeros and slices, for all groups; if the move gives more
-        # slices than it takes, it is an all-gather of these.
+        # A reduce-scatter: each device puts in all slices of the result, with zeros for
+        # those that it does not have. If the result has more slices than the source, it
+        # is an all-gather instead, of the device's own slices of the source.
         other = self.population or size
         source, result = (size, other) if self.source.partitioned else (other, size)
         return -(-source // devices) if result > source else result

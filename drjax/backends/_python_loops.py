@@ -156,7 +156,7 @@ def _empty_stack(value: Value, size: int, numpy: ModuleType) -> BackendArray:
     """Return a stacked output without steps: `[0, ...]`, or partitioned `[n, 0, ...]`.
 
     The shape of `value`, an output of a scan, has the steps, so that it begins with 0.
-    `size` is n. Of random keys, `numpy` makes key data.
+    `size` is n. `numpy` is numpy, in which random keys are raw data, or `jax.numpy`.
     """
     groups, raw = (size,) * value.partitioned, raw_type(value)
     zeros = numpy.zeros((*groups, *raw.shape), raw.dtype)
