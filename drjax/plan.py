@@ -5,7 +5,6 @@ loops, which run plans of their own. `drjax.make_plan` builds plans, and backend
 them.
 """
 
-from drjax._plan.exchanges import MOVES as MOVES
 from drjax._plan.exchanges import Broadcast as Broadcast
 from drjax._plan.exchanges import Fold as Fold
 from drjax._plan.exchanges import Gather as Gather

@@ -9,7 +9,7 @@ middle. All text is set in a font of fixed width, so its size is known here.
 
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias, Union
 
 from drjax._drawing.print_plan import bytes_as_text
@@ -219,7 +219,11 @@ def _of_scatter(step: Scatter) -> Labeled:
 
 @_labels.rule(Reduce, Gather, Move, Fold)
 def _of_groups(step: Exchange) -> Labeled:
-    return [(f"{step.op} of {value.name}", value) for value, _ in step.messages()]
+    # Of an encoded value the bytes are those of its codes.
+    return [
+        (f"{step.op} of {value.name}", replace(value, nbytes=nbytes))
+        for value, nbytes in step.messages()
+    ]
 
 
 def _bytes_of(a_round: Round) -> str:

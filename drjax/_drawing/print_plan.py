@@ -29,22 +29,13 @@ from drjax.plan import (
     While,
 )
 
-# The words for communication that is no reduction in a printed plan.
-_PHRASES = {
-    "gather": "all groups' slices",
-    "permute": "permuted slices",
-    "take": "slices of others",
-    "put_add": "added to others",
-}
 
-
-def _phrase(op: str, groups: str) -> str:
+def _phrase(step: Reduce | Gather | Move, groups: str) -> str:
     """Return the words for a communication in a plan, such as `mean over groups`.
 
-    `op` is the name of a reduction or a move, or `gather`; `groups` is what the groups
-    are called, such as `groups` or `pods`.
+    `groups` is what the groups are called, such as `groups` or `pods`.
     """
-    phrase = _PHRASES[op] if op in _PHRASES else REDUCE_OPS[op].phrase
+    phrase = step.phrase or REDUCE_OPS[step.op].phrase
     return phrase.replace("groups", groups)
 
 
@@ -161,7 +152,7 @@ def _scatter_lines(step: Scatter, *_: Any) -> Iterator[str]:
 def _exchange_lines(
     step: Reduce | Gather | Move, a_round: Round, groups: str, inside: bool
 ) -> Iterator[str]:
-    how = f"  {_phrase(step.op, groups):<19}  {step.source}"
+    how = f"  {_phrase(step, groups):<19}  {step.source}"
     yield f"{how}   {_sent(step)} -> {step.result.name}"
 
 

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+
 from drjax._plan.steps import Exchange, Stage
 from drjax._plan.value import Value
 from drjax._plan.wire import Wire
@@ -151,6 +153,7 @@ class Gather(_Reduction):
     sharded: bool | str = False
 
     op: ClassVar[str] = "gather"
+    phrase = "all groups' slices"
     wire, secure, bound = None, 0, None  # it is neither encoded nor secure
 
     @property
@@ -239,6 +242,22 @@ class Move(Exchange):
     index: Value | None
 
     direction = "between"
+    # The fields that are parameters of the primitive of the name `op`.
+    parameters: ClassVar[tuple[str, ...]] = ()
+    # Which end has the groups of the primitive's partition.
+    partition_of: ClassVar[str] = "source"
+    # Whether each group gets the slice of one group, unchanged.
+    whole_slices: ClassVar[bool] = False
+
+    def check(self, size: int) -> None:
+        """Raise `ValueError` if no plan of `size` groups could have the move."""
+        ends = self.source, self.result
+        if not any(v.partitioned for v in ends):
+            raise ValueError(f"a {self.op} moves values that are not partitioned")
+        # A population has its slices along axis 0.
+        first, second = ((v.shape[not v.partitioned :], v.dtype) for v in ends)
+        if first != second or any(not (v.partitioned or v.shape) for v in ends):
+            raise ValueError(f"a {self.op} changes the type of slices")
 
     @property
     def population(self) -> int:
@@ -272,7 +291,18 @@ class Permute(Move):
     sources: tuple[int, ...]
 
     op = "permute"
+    phrase = "permuted slices"
+    parameters = ("sources",)
+    whole_slices = True
     index = None
+
+    def check(self, size: int) -> None:
+        if not (self.source.partitioned and self.result.partitioned):
+            raise ValueError("a permute moves values that are not partitioned")
+        super().check(size)
+        # Their number first, as a file may claim any number of groups.
+        if len(self.sources) != size or sorted(self.sources) != [*range(size)]:
+            raise ValueError("a permute has no permutation of the groups")
 
     def slices_per_device(self, size: int, devices: int) -> int:
         per_device = -(-size // devices)
@@ -290,6 +320,15 @@ class _Indexed(Move):
     index: Value
 
     sources = ()
+
+    def check(self, size: int) -> None:
+        super().check(size)
+        taken = getattr(self, "source" if self.partition_of == "result" else "result")
+        slices = size if taken.partitioned else taken.shape[0]
+        index = self.index
+        expected = ((slices,), np.dtype(np.int32))
+        if index.partitioned or (index.shape, index.dtype) != expected:
+            raise ValueError(f"a {self.op} has no index of the groups")
 
     def slices_per_device(self, size: int, devices: int) -> int:
         # A reduce-scatter: each device puts in all slices of the result, with zeros for
@@ -309,6 +348,8 @@ class Take(_Indexed):
     index: Value
 
     op = "take"
+    phrase = "slices of others"
+    whole_slices = True
 
 
 @dataclass(frozen=True)
@@ -320,7 +361,9 @@ class PutAdd(_Indexed):
     index: Value
 
     op = "put_add"
+    phrase = "added to others"
+    partition_of = "result"
 
 
-# The names of the moves, as messages and primitives have them.
-MOVES = tuple(move.op for move in (Permute, Take, PutAdd))
+# All moves: the planner makes those of the primitives of their names.
+MOVES: tuple[type[Move], ...] = (Permute, Take, PutAdd)

@@ -96,6 +96,7 @@ class Exchange(Step):
 
     Attributes:
       op: The name of what it does, as messages of the ledger have it.
+      phrase: What it does, in a printed plan; "" if that depends on its fields.
       direction: `down` from the server to the groups, `up` from the groups to the
         server, or `between` groups.
       combines: Whether it combines the groups' slices, so that what computes a slice
@@ -103,6 +104,7 @@ class Exchange(Step):
     """
 
     op: str
+    phrase: ClassVar[str] = ""
     direction: ClassVar[Literal["down", "up", "between"]]
     combines: ClassVar[bool] = False
     bodies = ()

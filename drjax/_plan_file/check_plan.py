@@ -26,10 +26,8 @@ from drjax.plan import (
     Gather,
     Loop,
     Move,
-    Permute,
     Plan,
     Program,
-    PutAdd,
     Reduce,
     Round,
     Rules,
@@ -37,7 +35,6 @@ from drjax.plan import (
     Scatter,
     Stage,
     Step,
-    Take,
     Value,
     While,
 )
@@ -195,34 +192,9 @@ def _check_fold(step: Fold, *_: Any) -> None:
         raise ValueError("a fold has states that are not partitioned")
 
 
-@check_step.rule(Permute)
-def _check_permute(step: Permute, plan: Plan, a_round: Round) -> None:
-    if not (step.source.partitioned and step.result.partitioned):
-        raise ValueError("a permute moves values that are not partitioned")
-    _check_slices(step)
-    # Their number first: a file may claim any number of groups.
-    if len(step.sources) != plan.size or sorted(step.sources) != [*range(plan.size)]:
-        raise ValueError("a permute has no permutation of the groups")
-
-
-@check_step.rule(Take, PutAdd)
-def _check_indexed(step: Take | PutAdd, plan: Plan, a_round: Round) -> None:
-    if not (step.source.partitioned or step.result.partitioned):
-        raise ValueError(f"a {step.op} moves values that are not partitioned")
-    _check_slices(step)
-    indexed = step.result if isinstance(step, Take) else step.source
-    slices = plan.size if indexed.partitioned else indexed.shape[0]
-    index = step.index
-    if index.partitioned or (index.shape, index.dtype) != ((slices,), np.int32):
-        raise ValueError(f"a {step.op} has no index of the groups")
-
-
-def _check_slices(step: Move) -> None:
-    # A population has its slices along axis 0.
-    ends = step.source, step.result
-    first, second = ((v.shape[not v.partitioned :], v.dtype) for v in ends)
-    if first != second or any(not (v.partitioned or v.shape) for v in ends):
-        raise ValueError(f"a {step.op} changes the type of slices")
+@check_step.rule(Move)
+def _check_move(step: Move, plan: Plan, a_round: Round) -> None:
+    step.check(plan.size)
 
 
 # -------------------------------------------------------------------------------------

@@ -292,4 +292,8 @@ def malformed(path: Path | str, why: object) -> PlanFileError:
 
     The caller raises it. `why` is text, or the error that reading the manifest raised.
     """
-    return _bad(path, f"has a malformed manifest: {why}", "Save the plan again.")
+    return _bad(
+        path,
+        f"has a malformed manifest: {str(why).rstrip('.')}",
+        "Save the plan again.",
+    )

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 from jax import export
 
+from drjax._plan_file.check_plan import check_plan
 from drjax._plan_file.export_stage import Exporter
 from drjax._plan_file.exported_stage import PLATFORMS
 from drjax._plan_file.stage_features import StageFeatures, features_of, merge
@@ -115,6 +116,8 @@ class _Export:
         It is the whole plan, with an empty `location`, or that of a loop's body or an
         inner level, with one such as `round 1, scan, `.
         """
+        # A plan that no reader would take is refused when it is saved.
+        check_plan(plan)
         kept, steps = plan.kept(), []
         for number, a_round in enumerate(plan.rounds, 1):
             for step in a_round.steps:

@@ -26,6 +26,7 @@ from drjax._compat.types import Atom, ClosedJaxpr, Eqn, OpenJaxpr, Var
 from drjax._jaxprs.walk import definitions, split_while
 from drjax._planner.inline import CALLS, CONTROL, InlinedJaxpr
 from drjax._primitives.reduce_ops import of_primitive
+from drjax._primitives.routes import MOVES
 
 # For each primitive that moves values, the positions of the operands that its results
 # hold values of; (): all of them. A primitive with an unbatching rule of its own is
@@ -46,9 +47,7 @@ MOVED_OPERANDS: dict[str, tuple[int, ...]] = {
 # The building blocks that copy slices to the server or to other groups.
 _COPIES = {
     primitives.gather_p,
-    primitives.permute_p,
-    primitives.put_add_p,  # if no index is repeated
-    primitives.take_p,
+    *MOVES.values(),  # a put_add does if no index is repeated
 }
 
 

@@ -10,27 +10,21 @@ another plan, and has no rule.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jax.extend.core import Primitive
 
 from drjax import primitives
 from drjax._compat.types import Atom, Eqn
 from drjax._partition import Partition
+from drjax._plan.exchanges import MOVES
 from drjax._planner.partitioning.environment import Environment
 from drjax._planner.stage_values import StageValues
 from drjax._planner.trace_stages import trace_combine_stage
 from drjax._primitives.reduce_ops import of_primitive
-from drjax._primitives.routes import MOVES, partitions_of
-from drjax.plan import (
-    Exchange,
-    Fold,
-    Gather,
-    Permute,
-    PutAdd,
-    Reduce,
-    Take,
-    Value,
-)
+from drjax._primitives.routes import MOVES as PRIMITIVES
+from drjax._primitives.routes import partitions_of
+from drjax.plan import Exchange, Fold, Gather, Move, Reduce, Value
 
 
 @dataclass(frozen=True)
@@ -126,36 +120,24 @@ def _moved(eqn: Eqn, own: Partition | None) -> list[Atom]:
     return [eqn.invars[0]] if partitions_of(eqn)[0] == own else []
 
 
-def _ends(
-    eqn: Eqn, sources: Sequence[Value], values: StageValues
-) -> tuple[Value, Value]:
+def _move(eqn: Eqn, sources: Sequence[Value], values: StageValues) -> Move:
+    """Build the move of the primitive's name, whose fields are parameters of it."""
     (source,) = sources or [values.value(eqn.invars[0])]
-    return source, values.value(eqn.outvars[0])
+    cls = next(cls for cls in MOVES if PRIMITIVES[cls.op] is eqn.primitive)
+    fields = {name: eqn.params[name] for name in cls.parameters}
+    if len(eqn.invars) > 1:
+        fields["index"] = values.value(eqn.invars[1])
+    make: Any = cls
+    return make(source, values.value(eqn.outvars[0]), **fields)
 
 
-def _permute(eqn: Eqn, sources: Sequence[Value], values: StageValues) -> Permute:
-    return Permute(*_ends(eqn, sources, values), eqn.params["sources"])
-
-
-def _take(eqn: Eqn, sources: Sequence[Value], values: StageValues) -> Take:
-    return Take(*_ends(eqn, sources, values), values.value(eqn.invars[1]))
-
-
-def _put_add(eqn: Eqn, sources: Sequence[Value], values: StageValues) -> PutAdd:
-    return PutAdd(*_ends(eqn, sources, values), values.value(eqn.invars[1]))
-
-
-_move = lambda make: ExchangeRule(
-    make, _moved, rank=1, gives_slices=True, passes_through=False
-)
+_MOVE = ExchangeRule(_move, _moved, rank=1, gives_slices=True, passes_through=False)
 
 # Of every registered reduction.
 _REDUCTION = ExchangeRule(_reduce, _first)
 _RULES: dict[Primitive, ExchangeRule] = {
     primitives.gather_p: ExchangeRule(_gather, _first),
-    MOVES["permute"]: _move(_permute),
-    MOVES["take"]: _move(_take),
-    MOVES["put_add"]: _move(_put_add),
+    **dict.fromkeys(PRIMITIVES.values(), _MOVE),
     primitives.reduce_fold_p: ExchangeRule(
         _fold, _states, rank=2, closed_over=_closed_over
     ),

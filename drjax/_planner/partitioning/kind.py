@@ -20,6 +20,7 @@ from jax.extend.core import Primitive
 
 from drjax import primitives
 from drjax._primitives.reduce_ops import of_primitive
+from drjax._primitives.routes import MOVES
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,8 @@ _SIGNATURES: dict[Any, Signature] = {
     primitives.gather_p: ((PARTITIONED,), GLOBAL),
     primitives.scatter_p: ((GLOBAL,), PARTITIONED),
     primitives.partition_index_p: ((), PARTITIONED),
-    primitives.permute_p: ((PARTITIONED,), PARTITIONED),
-    primitives.take_p: ((PARTITIONED, GLOBAL), PARTITIONED),
-    primitives.put_add_p: ((PARTITIONED, GLOBAL), PARTITIONED),
+    # Slices, and perhaps an index.
+    **dict.fromkeys(MOVES.values(), ((PARTITIONED, GLOBAL), PARTITIONED)),
 }
 
 

@@ -46,7 +46,7 @@ from drjax.backends.engine.worker_slices import (
 )
 from drjax.backends.groups import Lazy, as_array
 from drjax.backends.kept import Keep
-from drjax.plan import Plan
+from drjax.plan import Exchange, Plan
 
 Store = MutableMapping[str, Any]  # of a worker: bytes by key
 
@@ -62,9 +62,12 @@ def check_slices_stay(plan: Plan, keep: Keep, options: EngineOptions) -> None:
     refused, too, if the plan has a secure sum or the option `checkpoint` is set.
     """
     for _, a_round in rounds_of(plan):
-        for move in a_round.moves:
+        for step in a_round.all(Exchange):
+            if step.direction != "between":
+                continue
+            (moved, _), *_ = step.messages()
             raise DrjaxValueError(
-                f"{plan.name} moves {move.source.name} between groups ({move.op}). A "
+                f"{plan.name} moves {moved.name} between groups ({step.op}). A "
                 "client's slices stay with it: no other client gets them."
             )
     kept = {plan.outputs[i].name for pair in keep.pairs for i in pair.outputs}

@@ -26,7 +26,7 @@ import numpy as np
 from drjax._plan import uses
 from drjax.backends.engine.worker_slices import PiecesOfBlock, WorkerSlices
 from drjax.backends.groups import empty_slices
-from drjax.plan import Columns, Gather, Move, Plan, PutAdd, Value
+from drjax.plan import Columns, Gather, Move, Plan, Value
 
 
 def gathers_for_columns(plan: Plan) -> frozenset[str]:
@@ -46,8 +46,8 @@ def is_move_of_slices(move: Move) -> bool:
     So does a permute or a take. Not a move from or to a population, which the server
     has, nor one that adds slices.
     """
-    adds = isinstance(move, PutAdd)
-    return not adds and move.source.partitioned and move.result.partitioned
+    ends = move.source.partitioned and move.result.partitioned
+    return move.whole_slices and ends
 
 
 def read_by_workers(plan: Plan) -> frozenset[str]:

@@ -33,6 +33,7 @@ from drjax._primitives.map_lowering import (
     prepare_group_jaxpr,
     vmap_over_devices,
 )
+from drjax._primitives.routes import MOVES
 from drjax._sharding.eval_on_mesh import evaluate_on_mesh
 from drjax._sharding.execute import (
     as_operand,
@@ -80,19 +81,16 @@ from drjax.plan import (
     Gather,
     Loop,
     Move,
-    Permute,
     Plan,
     Program,
-    PutAdd,
     Round,
     Rules,
     Scan,
     Stage,
-    Take,
     Value,
     While,
 )
-from drjax.primitives import gather_p, permute_p, put_add_p, take_p
+from drjax.primitives import gather_p
 
 
 def layout_of(plan: Plan, mesh: Mesh | None = None) -> Layout | None:
@@ -288,34 +286,17 @@ def _with_the_groups(*_: Any) -> None:
 _MOVES: Rules[Array] = Rules("A move of slices on a mesh")
 
 
-@_MOVES.rule(Permute)
-def _permute(move: Permute, layout: Layout, slices: Array, index: None) -> Array:
-    return permute_p.bind(
-        as_operand(slices, layout, True),
-        sources=move.sources,
-        partition=layout.partition,
+@_MOVES.rule(Move)
+def _move(move: Move, layout: Layout, slices: Array, index: Array | None) -> Array:
+    operands = [as_operand(slices, _layout_of_end(move.source, layout), True)]
+    if index is not None:
+        operands.append(as_operand(index, layout, False))
+    end = getattr(move, move.partition_of)
+    return MOVES[move.op].bind(
+        *operands,
+        partition=_layout_of_end(end, layout).partition,
         mesh=layout.mesh,
-    )
-
-
-@_MOVES.rule(Take)
-def _take(move: Take, layout: Layout, slices: Array, index: Array) -> Array:
-    taken = _layout_of_end(move.source, layout)
-    return take_p.bind(
-        as_operand(slices, taken, True),
-        as_operand(index, layout, False),
-        partition=taken.partition,
-        mesh=layout.mesh,
-    )
-
-
-@_MOVES.rule(PutAdd)
-def _put_add(move: PutAdd, layout: Layout, slices: Array, index: Array) -> Array:
-    return put_add_p.bind(
-        as_operand(slices, _layout_of_end(move.source, layout), True),
-        as_operand(index, layout, False),
-        partition=_layout_of_end(move.result, layout).partition,
-        mesh=layout.mesh,
+        **{name: getattr(move, name) for name in move.parameters},
     )
 
 
