@@ -19,13 +19,13 @@ from drjax._api.max_and_min import reduce_argmax as reduce_argmax
 from drjax._api.max_and_min import reduce_argmin as reduce_argmin
 from drjax._api.max_and_min import reduce_max as reduce_max
 from drjax._api.max_and_min import reduce_min as reduce_min
+from drjax._api.moves import put as put
+from drjax._api.moves import shift as shift
+from drjax._api.moves import take as take
 from drjax._api.program import program as program
 from drjax._api.reductions import reduce_mean as reduce_mean
 from drjax._api.reductions import reduce_sum as reduce_sum
 from drjax._api.reductions import reduce_weighted_mean as reduce_weighted_mean
-from drjax._api.routes import put as put
-from drjax._api.routes import shift as shift
-from drjax._api.routes import take as take
 from drjax._api.select import select as select
 from drjax._errors import DrjaxError as DrjaxError
 from drjax._errors import DrjaxTypeError as DrjaxTypeError

@@ -113,7 +113,7 @@ from drjax._primitives.fold_groups import fold_tree_p as fold_tree_p
 from drjax._primitives.fold_groups import reduce_fold_p as reduce_fold_p
 from drjax._primitives.map_columns import map_columns_p as map_columns_p
 from drjax._primitives.map_fn import map_fn_p as map_fn_p
+from drjax._primitives.moves import permute_p as permute_p
+from drjax._primitives.moves import put_add_p as put_add_p
+from drjax._primitives.moves import take_p as take_p
 from drjax._primitives.partition_index import partition_index_p as partition_index_p
-from drjax._primitives.routes import permute_p as permute_p
-from drjax._primitives.routes import put_add_p as put_add_p
-from drjax._primitives.routes import take_p as take_p

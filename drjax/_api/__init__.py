@@ -9,7 +9,7 @@
     column_reductions  reduce_columns
     fold           reduce: an associative fold in the order of the groups
     pure_functions     what the functions given to these two may not do
-    routes         take, put, shift: slices between groups
+    moves          take, put, shift: slices between groups
     levels         over=: the levels of a program on which a building block acts
     trace_map      the function given to map_fn, traced for one group
     resolve        arguments of a building block: its partition, its mesh, its leaves

@@ -25,8 +25,8 @@ from drjax import _compat, primitives
 from drjax._compat.types import Atom, ClosedJaxpr, Eqn, OpenJaxpr, Var
 from drjax._jaxprs.walk import definitions, split_while
 from drjax._planner.inline import CALLS, CONTROL, InlinedJaxpr
+from drjax._primitives.moves import MOVES
 from drjax._primitives.reduce_ops import of_primitive
-from drjax._primitives.routes import MOVES
 
 # For each primitive that moves values, the positions of the operands that its results
 # hold values of; (): all of them. A primitive with an unbatching rule of its own is

@@ -21,9 +21,9 @@ from drjax._plan.exchanges import MOVES
 from drjax._planner.partitioning.environment import Environment
 from drjax._planner.stage_values import StageValues
 from drjax._planner.trace_stages import trace_combine_stage
+from drjax._primitives.moves import MOVES as PRIMITIVES
+from drjax._primitives.moves import partitions_of
 from drjax._primitives.reduce_ops import of_primitive
-from drjax._primitives.routes import MOVES as PRIMITIVES
-from drjax._primitives.routes import partitions_of
 from drjax.plan import Exchange, Fold, Gather, Move, Reduce, Value
 
 

@@ -50,7 +50,7 @@ from drjax._planner.rotations import recognize_rotations
 from drjax._planner.unbatching.own_index import KnownIntegers, share_batch_dimensions
 from drjax._planner.unbatching.rules import ELEMENTWISE
 from drjax._primitives.fold_groups import folds_by_gather
-from drjax._primitives.routes import partitions_of
+from drjax._primitives.moves import partitions_of
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -44,7 +44,7 @@ from drjax._planner.ravels import without_ravels
 from drjax._planner.rematerialize_loops import rematerialize_residuals
 from drjax._planner.secure_cotangents import demand_of_cotangents
 from drjax._planner.side_by_side import separate
-from drjax._primitives.routes import partitions_of
+from drjax._primitives.moves import partitions_of
 from drjax._sharding.planning_context import outside_meshes, trace_without_mesh
 from drjax.plan import Plan
 

@@ -30,7 +30,7 @@ from drjax._planner.bind_blocks import WithBlocks, permute, put_add, take
 from drjax._planner.read_and_update_groups import fill_value
 from drjax._planner.rotations import rearrange_p, sources_of
 from drjax._planner.unbatching.core import drop
-from drjax._primitives.routes import inverse, is_permutation, last_writer
+from drjax._primitives.moves import inverse, is_permutation, last_writer
 from drjax._primitives.select_slice import as_int32
 
 Axes = tuple[int | None, ...]

@@ -7,7 +7,7 @@ dispatch_cache    lets equal jaxprs share one executable
 levels_lowering   a reduction over two levels of groups as one collective
 fused_lowering    lowering rules that merge broadcasts and sums into maps
 collectives       broadcast, reduce_sum, reduce_mean, gather, scatter
-routes            take, put_add, permute: slices between groups
+moves             take, put_add, permute: slices between groups
 edge_coloring     which slices each ppermute of a permutation moves
 partition_index   the group index
 map_fn            the work of the groups, one jaxpr for each group

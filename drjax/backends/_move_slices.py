@@ -3,7 +3,7 @@
 Input: a `drjax.plan.Move`, all slices `[n, *s]` of its source, and an index. Output:
 those of its result.
 
-Invariants: as the primitives in `drjax._primitives.routes`, but floats are added in
+Invariants: as the primitives in `drjax._primitives.moves`, but floats are added in
 float64. Where an index is out of bounds, a take gives zeros, and a put_add drops the
 slice.
 """

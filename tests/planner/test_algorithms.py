@@ -2,7 +2,7 @@
 
 Each is a program in its natural form, next to its meaning in `jax.numpy`.
 
-Covers: drjax._planner.make_plan, drjax._api.routes, drjax._api.column_reductions,
+Covers: drjax._planner.make_plan, drjax._api.moves, drjax._api.column_reductions,
 drjax._api.fold, drjax._api.collective_options.
 """
 

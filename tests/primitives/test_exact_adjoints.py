@@ -5,9 +5,9 @@ exactly: it is applied to the unit vectors, forward and backward, and both resul
 compared with the matrix by definition. All entries are integers that float32 holds.
 Masks, segments and indices are data of a compiled function, which runs for all of them.
 
-Covers: drjax._primitives.routes, drjax._primitives.collectives,
+Covers: drjax._primitives.moves, drjax._primitives.collectives,
 drjax._primitives.reduce_ops, drjax._primitives.select_slice, drjax._api.reductions,
-drjax._api.routes, drjax._api.select, drjax._api.levels, drjax._api.participation.
+drjax._api.moves, drjax._api.select, drjax._api.levels, drjax._api.participation.
 """
 
 import functools

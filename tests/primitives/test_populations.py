@@ -1,6 +1,6 @@
 """Slices that move between a population and a cohort of it: values, derivatives, bytes.
 
-Covers: drjax._primitives.routes, drjax._api.routes, drjax.backends._move_slices.
+Covers: drjax._primitives.moves, drjax._api.moves, drjax.backends._move_slices.
 """
 
 import functools

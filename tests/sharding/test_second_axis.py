@@ -1,6 +1,6 @@
 """Every block where a second axis of the mesh shards the slices, as FSDP does.
 
-Covers: drjax._sharding.eval_on_mesh, drjax._sharding.execute, drjax._primitives.routes.
+Covers: drjax._sharding.eval_on_mesh, drjax._sharding.execute, drjax._primitives.moves.
 """
 
 import functools

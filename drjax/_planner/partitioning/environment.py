@@ -44,7 +44,7 @@ from drjax._planner.unbatching.rules import (
     unbatch_single_group,
     unbatching_candidates,
 )
-from drjax._primitives.routes import partitions_of
+from drjax._primitives.moves import partitions_of
 from drjax.primitives import reduce_fold_p, scatter_p
 
 

@@ -19,8 +19,8 @@ from typing import Any
 from jax.extend.core import Primitive
 
 from drjax import primitives
+from drjax._primitives.moves import MOVES
 from drjax._primitives.reduce_ops import of_primitive
-from drjax._primitives.routes import MOVES
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from drjax._primitives.map_lowering import (
     prepare_group_jaxpr,
     vmap_over_devices,
 )
-from drjax._primitives.routes import MOVES
+from drjax._primitives.moves import MOVES
 from drjax._sharding.eval_on_mesh import evaluate_on_mesh
 from drjax._sharding.execute import (
     as_operand,

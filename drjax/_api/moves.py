@@ -36,7 +36,7 @@ from drjax._compat.types import Array, GlobalArray, PartitionedArray, PyTree, Tr
 from drjax._error_texts import brief
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._primitives.collectives import scatter_p
-from drjax._primitives.routes import (
+from drjax._primitives.moves import (
     inverse,
     is_permutation,
     last_writer,

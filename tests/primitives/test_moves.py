@@ -1,6 +1,6 @@
 """Slices that move between groups: values, derivatives, batches, dtypes, and bytes.
 
-Covers: drjax._primitives.routes, drjax._primitives.edge_coloring, drjax._api.routes.
+Covers: drjax._primitives.moves, drjax._primitives.edge_coloring, drjax._api.moves.
 """
 
 import functools
@@ -13,7 +13,7 @@ import pytest
 
 import drjax
 from drjax._primitives.edge_coloring import schedule
-from drjax._primitives.routes import take_p
+from drjax._primitives.moves import take_p
 from tests.helpers.cases import checkerboard
 from tests.helpers.groups import TREES, assert_trees_equal, four
 from tests.helpers.meshes import groups_and_meshes, in_mesh, make_mesh
