@@ -12,7 +12,7 @@ on the inner one. With P the groups of pod p:
     over both        sum_p sum_{i in P} x_pi: over groups in each pod, then over pods
 
 So each rule is that of the primitives. On a mesh with the axes of both levels, the
-lowering merges the two sums (`_primitives/levels_lowering.py`) to one collective.
+lowering merges the two sums (`_primitives/partial_reduction.py`) to one collective.
 
 Invariants: in a program with one partition, a building block costs one lookup more.
 Sharp edge: a level below another one is mapped over even where `over=` names it alone:

@@ -4,7 +4,8 @@ Reading order, from the ground up:
 
 registration      constructs a primitive and registers its rules
 dispatch_cache    lets equal jaxprs share one executable
-levels_lowering   a reduction over two levels of groups as one collective
+lowered_equations what lowering rules know of earlier equations, to merge them
+partial_reduction a reduction over two levels of groups as one collective
 fused_lowering    lowering rules that merge broadcasts and sums into maps
 collectives       broadcast, reduce_sum, reduce_mean, gather, scatter
 moves             take, put_add, permute: slices between groups

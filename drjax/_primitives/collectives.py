@@ -44,7 +44,7 @@ from drjax._compat.types import (
 from drjax._errors import MeshError
 from drjax._jaxprs.prng_keys import is_key, on_raw
 from drjax._partition import Partition
-from drjax._primitives import fused_lowering, levels_lowering, registration
+from drjax._primitives import fused_lowering, partial_reduction, registration
 from drjax._primitives.device_sums import (
     LOW_PRECISION,
     accumulator,
@@ -510,13 +510,13 @@ register_linear(
     _reduce_abstract_eval,
     _reduce_sum_transpose,
     -1,
-    lowering_rule=fused_lowering.reduction_rule(
+    lowering_rule=partial_reduction.reduction_rule(
         reduce_sum_p, fused_lowering.reduce_sum_rule(execute_reduce_sum)
     ),
 )
-levels_lowering.register_merging(
+partial_reduction.register_merging(
     reduce_sum_p,
-    levels_lowering.Merging(
+    partial_reduction.Merging(
         _local_sum, lambda y, axes: lax.psum(vary(y, axes), axes), is_sum=True
     ),
 )

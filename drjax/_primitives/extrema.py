@@ -37,7 +37,7 @@ from drjax._compat.types import (
     PartitionedArray,
 )
 from drjax._partition import Partition
-from drjax._primitives import fused_lowering, levels_lowering, registration
+from drjax._primitives import fused_lowering, partial_reduction, registration
 from drjax._primitives.collectives import broadcast_p, reduce_sum_p
 from drjax._primitives.map_fn import map_slices
 from drjax._primitives.registration import SlotIndices, Tangent
@@ -199,8 +199,8 @@ for _primitive, _reduce, _identity, _largest in (
         _primitive, _execute, fused_lowering.extremum_rule(_primitive, _execute)
     )
     _across = functools.partial(across_devices, largest=_largest)
-    levels_lowering.register_merging(
-        _primitive, levels_lowering.Merging(_local, _across)
+    partial_reduction.register_merging(
+        _primitive, partial_reduction.Merging(_local, _across)
     )
     _primitive.def_abstract_eval(_abstract_eval)
     ad.primitive_jvps[_primitive] = _jvp_rule(_primitive)

@@ -17,7 +17,7 @@ of additions. The rules merge three pairs of equations, as hand-written code doe
   that partition is the outer one.
 
 * A reduction of a map's result that is itself the same reduction over an inner level is
-  one collective over the mesh axes of both: see `levels_lowering.py`.
+  one collective over the mesh axes of both: see `partial_reduction.py`.
 
 The separate broadcast or map is lowered as well. The compiler's dead-code elimination
 removes it if it has no other use.
@@ -32,9 +32,7 @@ these rules, programs compute the same and need more memory.
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary
 
 import jax.numpy as jnp
 from jax.extend.core import Primitive
@@ -43,57 +41,30 @@ from jax.interpreters.mlir import LoweringRuleContext
 from drjax import _compat
 from drjax._compat.types import Array, Aval, ClosedJaxpr, Flags, Mesh, Params
 from drjax._partition import Partition
-from drjax._primitives import registration
 from drjax._primitives.contract_groups import GroupSums, group_sums
-from drjax._primitives.levels_lowering import (
+from drjax._primitives.lowered_equations import (
     InnerReduction,
-    execute_partial_reduction,
-    is_sum,
-    partial_reduction_p,
-    reduce_levels,
-    with_partial_reductions,
+    MlirValue,
+    Operand,
+    Placement,
+    lowered_equations,
+    map_of,
 )
 from drjax._primitives.map_lowering import (
     lowers_by_vmap,
     over_groups,
     prepare_for_shard_map,
 )
+from drjax._primitives.partial_reduction import (
+    reduction_rule,
+    with_partial_reductions,
+)
 from drjax._sharding.avals import partitioned_aval, slices_aval
 from drjax._sharding.execute import shard_map_over_devices, vary
 from drjax._sharding.layout import Layout, make_layout
 
-MlirValue: TypeAlias = Any  # the types of MLIR are not public
-Operand = tuple[Any, Any]  # an MLIR value and its type
-Placement = dict[str, Any]  # the parameters `partition` and `mesh` of an equation
 # An operand of sums: its MLIR value and type, and whether it is partitioned.
 Stack: TypeAlias = tuple[MlirValue, Aval, bool]
-
-
-@dataclass(frozen=True)
-class _LoweredEquations:
-    """The equations of an MLIR module that were lowered so far, by values of results.
-
-    Attributes:
-      broadcasts: From the value of a broadcast's result to the broadcast's placement
-        and operand.
-      maps: From the value of a map's result to the map, and the position of the result
-        among the map's results.
-    """
-
-    broadcasts: dict[Any, tuple[Placement, Operand]] = field(default_factory=dict)
-    maps: dict[Any, tuple["_LoweredMap", int]] = field(default_factory=dict)
-
-
-_by_module: WeakKeyDictionary[Any, _LoweredEquations] = WeakKeyDictionary()
-
-
-def _lowered_equations(ctx: LoweringRuleContext) -> _LoweredEquations:
-    """Return the record of the equations lowered so far in the current MLIR module.
-
-    The first call for a module makes an empty record; later calls return the same
-    object, to which the lowering rules add. It is deleted with the module.
-    """
-    return _by_module.setdefault(_compat.module_token(ctx), _LoweredEquations())
 
 
 def broadcast_rule(execute: Callable) -> Callable:
@@ -110,7 +81,7 @@ def broadcast_rule(execute: Callable) -> Callable:
         source = x, ctx.avals_in[0]
         outs = _compat.lower_cached_function(ctx, execute, source, **placement)
         placement.pop("secure", None)
-        _lowered_equations(ctx).broadcasts[outs[0]] = placement, source
+        lowered_equations(ctx).broadcasts[outs[0]] = placement, source
         return outs
 
     return rule
@@ -138,7 +109,7 @@ def map_rule(execute: Callable) -> Callable:
         ctx: LoweringRuleContext, *args: MlirValue, **params: Any
     ) -> Sequence[MlirValue]:
         placement = {"partition": params["partition"], "mesh": params["mesh"]}
-        lowered = _lowered_equations(ctx)
+        lowered = lowered_equations(ctx)
         operands, shared = list(zip(args, ctx.avals_in, strict=True)), []
         for i, arg in enumerate(args):
             # A broadcast over another partition or mesh has other copies: no match.
@@ -180,33 +151,6 @@ def _partitioned_out(params: Params, position: int) -> Aval:
     return partitioned_aval(params["jaxpr"].out_avals[position], layout)
 
 
-def reduction_rule(primitive: Primitive, execute: Callable) -> Callable:
-    """Make the lowering rule of a reduction, which merges with one over an inner level.
-
-    A program may reduce over an inner level in each group of an outer one, and then
-    over the outer level: a map whose result is a reduction, and a reduction of that
-    result. The rule lowers both as one collective over the mesh axes of both levels, if
-    both are of one primitive and have no options such as `wire`, both levels are
-    sharded, and the map was lowered before in the same module for the same partition
-    and mesh as the outer reduction. Else it calls `execute`, a lowering rule.
-    """
-
-    def rule(
-        ctx: LoweringRuleContext, x: MlirValue, **params: Any
-    ) -> Sequence[MlirValue]:
-        a_map, index = _lowered_equations(ctx).maps.get(x, (None, 0))
-        if a_map is not None and a_map.placement == params:
-            inner, operand = a_map.partial.get(index, (None, None))
-            if inner is not None and inner.primitive is primitive:
-                run = functools.partial(
-                    reduce_levels, layout=make_layout(**params), inner=inner
-                )
-                return _compat.lower_function(ctx, run, [operand], False)
-        return execute(ctx, x, **params)
-
-    return rule
-
-
 def extremum_rule(primitive: Primitive, execute: Callable) -> Callable:
     """Make the lowering rule of an extremum: a `reduction_rule`.
 
@@ -246,8 +190,8 @@ def reduce_sum_rule(execute: Callable) -> Callable:
             (x, ctx.avals_in[0]),
             {"partition": partition, "mesh": mesh},
         )
-        a_map, index = _lowered_equations(ctx).maps.get(x, (None, 0))
-        if a_map is not None and a_map.placement == placement:
+        a_map, index = map_of(ctx, x, placement)
+        if a_map is not None:
             sums = a_map.sums(ctx)
             if index in sums:
                 operand, placement = sums[index], a_map.device_placement
@@ -255,33 +199,6 @@ def reduce_sum_rule(execute: Callable) -> Callable:
         return _compat.lower_cached_function(ctx, execute, operand, **params)
 
     return rule
-
-
-def _partial_reduction_rule(
-    ctx: LoweringRuleContext,
-    x: MlirValue,
-    *,
-    partition: Partition,
-    mesh: Mesh | None,
-    reduction: Primitive,
-) -> Sequence[MlirValue]:
-    """Lowering rule of `partial_reduction`, which returns the sums of a map if it can.
-
-    They are those of `_LoweredMap.sums`, for a sum of a result of a map that was
-    lowered before in the same module, for the same partition and mesh; no slice for
-    each group is stored. Else the slices of each device are reduced.
-    """
-    a_map, index = _lowered_equations(ctx).maps.get(x, (None, 0))
-    placement = {"partition": partition, "mesh": mesh}
-    if a_map is not None and a_map.placement == placement and is_sum(reduction):
-        sums = a_map.sums(ctx)
-        if index in sums:
-            return [sums[index][0]]
-    params = {**placement, "reduction": reduction}
-    operand = x, ctx.avals_in[0]
-    return _compat.lower_function(
-        ctx, execute_partial_reduction, [operand], False, **params
-    )
 
 
 class _Contraction:
@@ -475,8 +392,3 @@ class _LoweredMap:
         ]
         operands = zip(outs, avals, strict=True)
         return dict(zip(sums.indices, operands, strict=True))
-
-
-registration.register_execution(
-    partial_reduction_p, execute_partial_reduction, _partial_reduction_rule
-)

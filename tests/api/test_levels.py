@@ -1,7 +1,7 @@
 """Programs with several levels, `@drjax.program(pods=2, groups=4)`, and `over=`.
 
 Covers: drjax._api.levels, drjax._api.blocks, drjax._api.reductions,
-    drjax._api.max_and_min, drjax._api.select, drjax._primitives.levels_lowering.
+    drjax._api.max_and_min, drjax._api.select, drjax._primitives.partial_reduction.
 """
 
 from collections.abc import Callable

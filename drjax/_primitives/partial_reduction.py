@@ -1,4 +1,10 @@
-"""Lowering of a reduction over two levels of groups: one collective over both axes.
+"""The primitive `partial_reduction`, which merges reductions over two levels of groups.
+
+A reduction over two levels is one collective over the mesh axes of both. Three lowering
+rules have their share in it: that of `map_fn` returns the parts of the reduction over
+the inner level, by equations of `partial_reduction` (`with_partial_reductions`); the
+`reduction_rule` of the outer reduction reduces these parts; and the rule of
+`partial_reduction` takes a device's part from within a map, where that is possible.
 
 Input: a map over an outer partition, of which a result is reduced over an inner one in
 each group; then the reduction of that result over the outer partition. Output: the
@@ -21,11 +27,14 @@ reductions that encode or divide their result stay as they are, and so do those 
 not results of the map themselves.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax.extend.core import Primitive
+from jax.interpreters.mlir import LoweringRuleContext
 
 from drjax import _compat
 from drjax._compat.types import (
@@ -39,6 +48,7 @@ from drjax._compat.types import (
 )
 from drjax._partition import Partition
 from drjax._primitives import registration
+from drjax._primitives.lowered_equations import InnerReduction, MlirValue, map_of
 from drjax._primitives.registration import SlotIndices
 from drjax._sharding.avals import global_aval, partitioned_aval
 from drjax._sharding.execute import (
@@ -60,7 +70,7 @@ class Merging:
       across: `across(y, axes)` reduces the devices' values `[*s]` over mesh axes.
       is_sum: Whether it is the sum. Only of a sum can the lowering of the `map_fn` that
         computes the slices return the device's partial sums itself, so that no
-        `[n, *s]` is stored (`fused_lowering.py`).
+        `[n, *s]` is stored (`LoweredMap.sums`).
     """
 
     local: Callable
@@ -80,11 +90,6 @@ def register_merging(primitive: Primitive, merging: Merging) -> None:
     primitive replaces the first.
     """
     _REDUCTIONS[primitive] = merging
-
-
-def is_sum(primitive: Primitive) -> bool:
-    """Return `Merging.is_sum` of a reduction that `register_merging` registered."""
-    return _REDUCTIONS[primitive].is_sum
 
 
 # ---------------------------------------------------------------------------------
@@ -126,32 +131,42 @@ def _partial_abstract_eval(
     return aval.update(weak_type=False)
 
 
+def _partial_reduction_rule(
+    ctx: LoweringRuleContext,
+    x: MlirValue,
+    *,
+    partition: Partition,
+    mesh: Mesh | None,
+    reduction: Primitive,
+) -> Sequence[MlirValue]:
+    """Lowering rule of `partial_reduction`, which returns the sums of a map if it can.
+
+    They are those of `LoweredMap.sums`, for a sum of a result of a map that was
+    lowered before in the same module, for the same partition and mesh; no slice for
+    each group is stored. Else the slices of each device are reduced.
+    """
+    placement = {"partition": partition, "mesh": mesh}
+    a_map, index = map_of(ctx, x, placement)
+    if a_map is not None and _REDUCTIONS[reduction].is_sum:
+        sums = a_map.sums(ctx)
+        if index in sums:
+            return [sums[index][0]]
+    params = {**placement, "reduction": reduction}
+    operand = x, ctx.avals_in[0]
+    return _compat.lower_function(
+        ctx, execute_partial_reduction, [operand], False, **params
+    )
+
+
+registration.register_execution(
+    partial_reduction_p, execute_partial_reduction, _partial_reduction_rule
+)
 partial_reduction_p.def_abstract_eval(_partial_abstract_eval)
 registration.register_batching(partial_reduction_p, 0, group_axis_in=True)
 
 
 # ---------------------------------------------------------------------------------
-# The two lowering rules that merge
-
-
-@dataclass(frozen=True)
-class InnerReduction:
-    """One result of a map over the outer level that reduces over an inner level.
-
-    The map has an additional result, with what each device of the inner level has
-    before the collective: its part of the reduction. From these parts, the reduction
-    over the outer level is one collective over both levels' axes.
-
-    Attributes:
-      primitive: The reduction over the inner level.
-      axes: The mesh axes of the inner level, over m devices.
-      position: The position of the parts, `[m, *s]` in each group, among the results of
-        the jaxpr that `with_partial_reductions` returns.
-    """
-
-    primitive: Primitive
-    axes: tuple[str, ...]
-    position: int
+# The reductions over the inner level among a map's results, and over the outer level
 
 
 @_compat.weakref_lru_cache
@@ -208,3 +223,30 @@ def reduce_levels(
         return reduction.across(y, (*layout.axes, *inner.axes))
 
     return shard_map_over_levels(layout, inner.axes, body, x)
+
+
+def reduction_rule(primitive: Primitive, execute: Callable) -> Callable:
+    """Make the lowering rule of a reduction, which merges with one over an inner level.
+
+    A program may reduce over an inner level in each group of an outer one, and then
+    over the outer level: a map whose result is a reduction, and a reduction of that
+    result. The rule lowers both as one collective over the mesh axes of both levels, if
+    both are of one primitive and have no options such as `wire`, both levels are
+    sharded, and the map was lowered before in the same module for the same partition
+    and mesh as the outer reduction. Else it calls `execute`, a lowering rule.
+    """
+
+    def rule(
+        ctx: LoweringRuleContext, x: MlirValue, **params: Any
+    ) -> Sequence[MlirValue]:
+        a_map, index = map_of(ctx, x, params)  # none if there are options
+        if a_map is not None:
+            inner, operand = a_map.partial.get(index, (None, None))
+            if inner is not None and inner.primitive is primitive:
+                run = functools.partial(
+                    reduce_levels, layout=make_layout(**params), inner=inner
+                )
+                return _compat.lower_function(ctx, run, [operand], False)
+        return execute(ctx, x, **params)
+
+    return rule

@@ -1,6 +1,7 @@
 """Equations that are merged when they are lowered, and what is known about them.
 
-Covers: drjax._primitives.fused_lowering, drjax._primitives.contract_groups.
+Covers: drjax._primitives.lowered_equations, drjax._primitives.fused_lowering,
+drjax._primitives.contract_groups.
 """
 
 import gc
@@ -14,7 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import drjax
-from drjax._primitives import fused_lowering
+from drjax._primitives import lowered_equations
 from tests.helpers.compiled import hlo_text
 from tests.helpers.meshes import EXPLICIT, in_mesh_of, make_mesh
 
@@ -78,12 +79,12 @@ def test_a_broadcast_over_another_partition_is_not_merged():
 def test_what_is_known_of_a_module_is_deleted_with_it():
     run: Any = jax.jit(loss)
     lowered = run.lower(W, X)
-    known = len(fused_lowering._by_module)
+    known = len(lowered_equations._by_module)
     assert known > 0
     del lowered
     run.clear_cache()
     gc.collect()
-    assert len(fused_lowering._by_module) < known
+    assert len(lowered_equations._by_module) < known
 
 
 def test_a_sum_within_the_map_has_the_sharding_of_each_groups_product():
