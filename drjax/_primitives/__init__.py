@@ -6,7 +6,6 @@ registration      constructs a primitive and registers its rules
 dispatch_cache    lets equal jaxprs share one executable
 lowered_equations what lowering rules know of earlier equations, to merge them
 partial_reduction a reduction over two levels of groups as one collective
-fused_lowering    lowering rules that merge broadcasts and sums into maps
 collectives       broadcast, reduce_sum, reduce_mean, gather, scatter
 moves             take, put_add, permute: slices between groups
 edge_coloring     which slices each ppermute of a permutation moves
@@ -23,5 +22,5 @@ A `map_fn` equation runs on a mesh as follows:
     map_fn -> map_lowering (shard_map or vmap) -> rbg_per_group (random bits)
     map_columns -> columns_lowering (all-to-all)
     reduce_fold, fold_tree -> fold_lowering (all-gather of the devices' states)
-    broadcast, map_fn, reduce_sum -> fused_lowering -> contract_groups
+    broadcast, map_fn, reduce_sum -> lowered_equations, contract_groups (merged)
 """

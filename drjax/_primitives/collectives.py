@@ -13,7 +13,8 @@ JAX note 17111, "Efficient transposition of replication-inducing collectives"):
 
 On a mesh, broadcast is a `pcast` to varying (no communication). A reduction is a sum
 over the device's groups and one `psum`. Scatter is a slice (no communication), and
-gather an all-gather whose result does not vary.
+gather an all-gather whose result does not vary. The lowering rules of broadcast and
+reduce_sum merge their equations with maps (`lowered_equations.py` says how).
 
 Invariants: a rule binds these primitives only, so a derivative of a program is a
 program; a result has the dtype of its operand; a reduction never reads padding.
@@ -22,7 +23,7 @@ Reverse mode inside a user's `shard_map(check_vma=False)` over the partition's a
 an error (`check_transposable`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad
+from jax.interpreters.mlir import LoweringRuleContext
 
 from drjax import _compat
 from drjax._compat import UndefinedPrimal
@@ -44,13 +46,14 @@ from drjax._compat.types import (
 from drjax._errors import MeshError
 from drjax._jaxprs.prng_keys import is_key, on_raw
 from drjax._partition import Partition
-from drjax._primitives import fused_lowering, partial_reduction, registration
+from drjax._primitives import partial_reduction, registration
 from drjax._primitives.device_sums import (
     LOW_PRECISION,
     accumulator,
     add_devices,
     scattered_axis,
 )
+from drjax._primitives.lowered_equations import MlirValue, lowered_equations, map_of
 from drjax._primitives.registration import SlotIndices, Tangent
 from drjax._sharding.avals import (
     global_aval,
@@ -98,6 +101,22 @@ def _broadcast_abstract_eval(
     x: Aval, *, partition: Partition, mesh: Mesh | None, secure: int = 0
 ) -> Aval:
     return partitioned_aval(x, make_layout(partition, mesh))
+
+
+def _lower_broadcast(
+    ctx: LoweringRuleContext, x: MlirValue, **placement: Any
+) -> Sequence[MlirValue]:
+    """Lowering rule of `broadcast`, which also records its operand.
+
+    A map that is lowered later, and takes the result as an operand, reads the global
+    value of which the result has n copies instead; if nothing else reads the copies,
+    the compiler removes them.
+    """
+    source = x, ctx.avals_in[0]
+    outs = _compat.lower_cached_function(ctx, execute_broadcast, source, **placement)
+    placement.pop("secure", None)
+    lowered_equations(ctx).broadcasts[outs[0]] = placement, source
+    return outs
 
 
 # <broadcast(x), y> = sum_i <x, y_i> = <x, reduce_sum(y)>
@@ -231,6 +250,33 @@ def _reduce_sum_transpose(
     # The demand on a summand holds for its cotangent, and for what comes of that.
     demand = {"secure": options["secure"]} if options.get("secure") else {}
     return [broadcast_p.bind(ct, partition=partition, mesh=mesh, **demand)]
+
+
+def _lower_reduce_sum(
+    ctx: LoweringRuleContext,
+    x: MlirValue,
+    *,
+    partition: Partition,
+    mesh: Mesh | None,
+    **options: Any,
+) -> Sequence[MlirValue]:
+    """Lowering rule of `reduce_sum`, which sums a map's result within the map.
+
+    The operand may be a result of a map that was lowered before in the same module, for
+    the same partition and mesh. If `LoweredMap.sums` of that map has the result, the
+    map computes each device's sum over its groups, without storing a slice for each
+    group. Then `execute_reduce_sum` adds up these sums, which it gets as a value of a
+    partition with one group for each device. Else it gets the operand itself.
+    """
+    operand = x, ctx.avals_in[0]
+    placement = {"partition": partition, "mesh": mesh}
+    a_map, index = map_of(ctx, x, placement)
+    if a_map is not None:
+        sums = a_map.sums(ctx)
+        if index in sums:
+            operand, placement = sums[index], a_map.device_placement
+    params = placement | options
+    return _compat.lower_cached_function(ctx, execute_reduce_sum, operand, **params)
 
 
 def _reduce_jvp(primitive: Primitive) -> Callable:
@@ -502,7 +548,7 @@ register_linear(
     _broadcast_transpose,
     +1,
     group_axis_in=False,
-    lowering_rule=fused_lowering.broadcast_rule(execute_broadcast),
+    lowering_rule=_lower_broadcast,
 )
 register_linear(
     reduce_sum_p,
@@ -510,9 +556,7 @@ register_linear(
     _reduce_abstract_eval,
     _reduce_sum_transpose,
     -1,
-    lowering_rule=partial_reduction.reduction_rule(
-        reduce_sum_p, fused_lowering.reduce_sum_rule(execute_reduce_sum)
-    ),
+    lowering_rule=partial_reduction.reduction_rule(reduce_sum_p, _lower_reduce_sum),
 )
 partial_reduction.register_merging(
     reduce_sum_p,

@@ -17,7 +17,7 @@ of. An optimization barrier prevents that the compiler rematerializes x in betwe
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad
+from jax.interpreters.mlir import LoweringRuleContext
 from jax.typing import DTypeLike
 
 from drjax import _compat
@@ -37,8 +38,9 @@ from drjax._compat.types import (
     PartitionedArray,
 )
 from drjax._partition import Partition
-from drjax._primitives import fused_lowering, partial_reduction, registration
+from drjax._primitives import partial_reduction, registration
 from drjax._primitives.collectives import broadcast_p, reduce_sum_p
+from drjax._primitives.lowered_equations import MlirValue
 from drjax._primitives.map_fn import map_slices
 from drjax._primitives.registration import SlotIndices, Tangent
 from drjax._sharding.avals import global_aval
@@ -184,6 +186,22 @@ def _jvp_rule(primitive: Primitive) -> Callable:
     return jvp
 
 
+def _lowering_rule(primitive: Primitive, execute: Callable) -> Callable:
+    """Make the lowering rule of an extremum: a `reduction_rule`.
+
+    Where it does not merge, `execute`, the execution function, is lowered.
+    """
+
+    def alone(
+        ctx: LoweringRuleContext, x: MlirValue, **params: Any
+    ) -> Sequence[MlirValue]:
+        return _compat.lower_cached_function(
+            ctx, execute, (x, ctx.avals_in[0]), **params
+        )
+
+    return partial_reduction.reduction_rule(primitive, alone)
+
+
 def _abstract_eval(x: Aval, *, partition: Partition, mesh: Mesh | None) -> Aval:
     # As `jnp.max`, the execution returns no weak type.
     return global_aval(x, make_layout(partition, mesh)).update(weak_type=False)
@@ -196,7 +214,7 @@ for _primitive, _reduce, _identity, _largest in (
     _local = _local_extremum(_reduce, _identity)
     _execute = _executor(_local, _largest)
     registration.register_execution(
-        _primitive, _execute, fused_lowering.extremum_rule(_primitive, _execute)
+        _primitive, _execute, _lowering_rule(_primitive, _execute)
     )
     _across = functools.partial(across_devices, largest=_largest)
     partial_reduction.register_merging(

@@ -2,7 +2,7 @@
 
 Counted in the HLO after compilation for eight devices.
 
-Covers: drjax._primitives.collectives, drjax._primitives.fused_lowering.
+Covers: drjax._primitives.collectives, drjax._primitives.lowered_equations.
 """
 
 from typing import Any

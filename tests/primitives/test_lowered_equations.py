@@ -1,7 +1,6 @@
 """Equations that are merged when they are lowered, and what is known about them.
 
-Covers: drjax._primitives.lowered_equations, drjax._primitives.fused_lowering,
-drjax._primitives.contract_groups.
+Covers: drjax._primitives.lowered_equations, drjax._primitives.contract_groups.
 """
 
 import gc
