@@ -41,7 +41,7 @@ from drjax._primitives.collectives import (
     execute_scatter,
 )
 from drjax._primitives.device_sums import accumulator, psum
-from drjax._primitives.map_lowering import lowers_by_vmap, prepare_for_shard_map
+from drjax._primitives.map_fn import lowers_by_vmap, prepare_for_shard_map
 from drjax._sharding.execute import shard_map_over_devices, vary
 from drjax._sharding.layout import Layout, make_layout
 

@@ -47,7 +47,7 @@ from drjax._primitives.columns_lowering import (
 )
 from drjax._primitives.device_sums import psum
 from drjax._primitives.map_columns import column_context
-from drjax._primitives.map_lowering import lowers_by_vmap, prepare_for_shard_map
+from drjax._primitives.map_fn import lowers_by_vmap, prepare_for_shard_map
 from drjax._primitives.registration import backward_function
 from drjax._sharding.eval_on_mesh import in_same_sharding
 from drjax._sharding.execute import shard_map_over_devices, vary

@@ -23,7 +23,7 @@ residual would be as large as all groups' slices, and have a third layout.
 
 Invariants: the jaxpr is closed, and has neither constants nor effects. A column has
 exactly n groups, without padding. `columns_lowering` distributes the work.
-Sharp edges: where the work of groups must be lowered by `vmap` (`map_lowering`), each
+Sharp edges: where the work of groups must be lowered by `vmap` (`map_fn.py`), each
 device gathers all columns. The caller must not shard operands over other Explicit axes.
 Reverse mode inside a user's `shard_map(check_vma=False)` is an error. Forward mode
 sends x twice, as values and tangents are two equations.

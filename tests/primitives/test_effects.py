@@ -1,6 +1,6 @@
 """Effects in the work of groups: each group does each of them once, whoever asks.
 
-Covers: drjax._primitives.map_fn, drjax._primitives.map_lowering.
+Covers: drjax._primitives.map_fn.
 """
 
 import jax

@@ -1,6 +1,6 @@
 """One group on a device runs without vmap: kernels that have no batching rule work.
 
-Covers: drjax._primitives.map_lowering, drjax._primitives.partition_index.
+Covers: drjax._primitives.map_fn, drjax._primitives.partition_index.
 """
 
 import functools

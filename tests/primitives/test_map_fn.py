@@ -1,6 +1,6 @@
 """What a mapped function may do, and which group it works for.
 
-Covers: drjax._primitives.map_fn, drjax._primitives.map_lowering.
+Covers: drjax._primitives.map_fn.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """Models in a group, sharded over other mesh axes as large models are written.
 
-Covers: drjax._sharding.layout, drjax._sharding.execute, drjax._primitives.map_lowering.
+Covers: drjax._sharding.layout, drjax._sharding.execute, drjax._primitives.map_fn.
 """
 
 import contextlib

@@ -74,7 +74,7 @@ def test_loops_end_with_a_model_axis(run):
 @pytest.mark.parametrize("run", ["jax.jit", "one at a time"])
 @pytest.mark.parametrize("n", [3, 5])
 def test_loops_end_where_the_compiler_partitions_the_groups(run, n):
-    """With look-ups on a mesh with two other axes; see `map_lowering.py`."""
+    """With look-ups on a mesh with two other axes; see `map_fn.py`."""
     mesh = make_mesh({"clients": 2, "fsdp": 2, "tensor": 2})
     table = slices(12).reshape(4, 3)
 

@@ -3,7 +3,7 @@
 XLA aborts the process for some programs whose partition's axes are Manual; a test that
 ends here shows that it does not.
 
-Covers: drjax._sharding.execute, drjax._primitives.map_lowering.
+Covers: drjax._sharding.execute, drjax._primitives.map_fn.
 """
 
 import importlib.util

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from drjax import _compat
 from drjax._compat.types import Array, Mesh
-from drjax._primitives.map_lowering import lowers_by_vmap
+from drjax._primitives.map_fn import lowers_by_vmap
 from drjax._primitives.reduce_ops import REDUCE_OPS
 from drjax._sharding.execute import shard_map
 from drjax._sharding.layout import Layout

@@ -28,7 +28,7 @@ from drjax._compat.types import (
     PartitionedArray,
 )
 from drjax._errors import MeshError, PlanError
-from drjax._primitives.map_lowering import (
+from drjax._primitives.map_fn import (
     lowers_by_vmap,
     prepare_group_jaxpr,
     vmap_over_devices,
@@ -455,7 +455,7 @@ def _prepare(
 
     The result is `(stage, folds, inner, by_vmap)`: the local stage and the folds with
     the jaxprs to trace; the `inner` of a `ChunkedStage`; and whether the devices' work
-    is mapped by `vmap`, as it cannot be in a `shard_map` (see `map_lowering`).
+    is mapped by `vmap`, as it cannot be in a `shard_map` (see `map_fn.py`).
     """
     stage, folds = a_round.local, a_round.folds
     works = stage, *(fold.combine for fold in folds)
