@@ -33,10 +33,14 @@ from drjax._primitives.collectives import (
     reduce_mean_p,
     reduce_sum_p,
 )
-from drjax._primitives.columns_lowering import COORDINATES, WHOLE
 from drjax._primitives.fold_groups import fold_tree_p, reduce_fold_p
 from drjax._primitives.fold_lowering import FoldMode
-from drjax._primitives.map_columns import map_columns_p, trace_column
+from drjax._primitives.map_columns import (
+    COORDINATES,
+    WHOLE,
+    map_columns_p,
+    trace_column,
+)
 from drjax._primitives.map_fn import group_context, map_fn_p
 from drjax._sharding.layout import make_layout
 

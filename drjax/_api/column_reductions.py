@@ -28,8 +28,13 @@ from drjax._api.validate import (
 )
 from drjax._compat.types import Array, ClosedJaxpr, PartitionedArray, PyTree
 from drjax._errors import DrjaxTypeError
-from drjax._primitives.columns_lowering import COORDINATES, GROUPS, WHOLE
-from drjax._primitives.map_columns import map_columns_p, trace_column
+from drjax._primitives.map_columns import (
+    COORDINATES,
+    GROUPS,
+    WHOLE,
+    map_columns_p,
+    trace_column,
+)
 from drjax._sharding.execute import as_operand
 from drjax._sharding.layout import Layout, make_layout
 

@@ -25,14 +25,14 @@ from drjax import _compat
 from drjax._compat.types import Aval, ClosedJaxpr, Eqn
 from drjax._partition import Partition
 from drjax._primitives.collectives import gather_p, scatter_p
-from drjax._primitives.columns_lowering import (
+from drjax._primitives.map_columns import (
     COORDINATES,
     GROUPS,
     WHOLE,
     by_gather_and_scatter,
     evaluate_columns,
+    types_of_columns,
 )
-from drjax._primitives.map_columns import types_of_columns
 from drjax.plan import Broadcast, Columns, Plan, Reduce, Stage, Value
 
 # Not one of `drjax.primitives`: only the planner's own jaxprs have it.

@@ -44,7 +44,7 @@ from drjax._planner.read_and_update_groups import (
 from drjax._planner.scan_over_groups import scan_as_map
 from drjax._planner.unbatching.core import drop
 from drjax._primitives import reduce_ops
-from drjax._primitives.columns_lowering import evaluate_columns
+from drjax._primitives.map_columns import evaluate_columns
 from drjax.primitives import reduce_sum_p
 
 

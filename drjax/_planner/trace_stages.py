@@ -34,7 +34,7 @@ from drjax._planner.stage_values import (
     SliceOperand,
     StageValues,
 )
-from drjax._primitives.columns_lowering import evaluate_columns
+from drjax._primitives.map_columns import evaluate_columns
 from drjax.plan import Stage, Value
 
 

@@ -20,7 +20,7 @@ reduce_ops        the table of reductions that planner and backends read
 A `map_fn` equation runs on a mesh as follows:
 
     map_fn (shard_map or vmap) -> rbg_per_group (random bits)
-    map_columns -> columns_lowering (all-to-all)
+    map_columns (all-to-all)
     reduce_fold, fold_tree -> fold_lowering (all-gather of the devices' states)
     broadcast, map_fn, reduce_sum -> lowered_equations, contract_groups (merged)
 """

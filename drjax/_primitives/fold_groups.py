@@ -56,14 +56,19 @@ from drjax._primitives.collectives import (
     gather_p,
     scatter_p,
 )
-from drjax._primitives.columns_lowering import GROUPS, Kinds, by_gather_and_scatter
 from drjax._primitives.fold_lowering import (
     VALUE,
     FoldMode,
     execute_fold,
     fold_of_all,
 )
-from drjax._primitives.map_columns import tangents_of_columns, trace_column
+from drjax._primitives.map_columns import (
+    GROUPS,
+    Kinds,
+    by_gather_and_scatter,
+    tangents_of_columns,
+    trace_column,
+)
 from drjax._primitives.map_fn import group_context
 from drjax._primitives.registration import AxisData, Tangent
 from drjax._sharding.avals import columns_aval, global_aval

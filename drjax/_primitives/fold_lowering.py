@@ -39,14 +39,14 @@ from drjax._compat.types import Array, ClosedJaxpr, Mesh
 from drjax._jaxprs.prng_keys import on_raw
 from drjax._partition import Partition
 from drjax._primitives.collectives import execute_gather, execute_scatter
-from drjax._primitives.columns_lowering import (
+from drjax._primitives.device_sums import psum
+from drjax._primitives.map_columns import (
     GROUPS,
     WHOLE,
     Kinds,
     by_gather_and_scatter,
+    column_context,
 )
-from drjax._primitives.device_sums import psum
-from drjax._primitives.map_columns import column_context
 from drjax._primitives.map_fn import lowers_by_vmap, prepare_for_shard_map
 from drjax._primitives.registration import backward_function
 from drjax._sharding.eval_on_mesh import in_same_sharding

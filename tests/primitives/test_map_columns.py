@@ -1,7 +1,6 @@
 """Functions of one coordinate of all groups: values, derivatives, batches, and bytes.
 
-Covers: drjax._primitives.map_columns, drjax._primitives.columns_lowering,
-drjax._api.column_reductions.
+Covers: drjax._primitives.map_columns, drjax._api.column_reductions.
 """
 
 import functools

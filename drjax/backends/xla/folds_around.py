@@ -19,8 +19,8 @@ from drjax import _compat
 from drjax._compat.types import Array, Eqn
 from drjax._jaxprs.eval_jaxpr import as_arrays, evaluate
 from drjax._plan import uses
-from drjax._primitives.columns_lowering import GROUPS
 from drjax._primitives.fold_groups import fold_of_all_p, fold_tree_p, kinds_of
+from drjax._primitives.map_columns import GROUPS
 from drjax._sharding.execute import as_operand
 from drjax._sharding.layout import Layout
 from drjax.plan import Plan, Scatter, Stage, Value
