@@ -33,8 +33,7 @@ from drjax._primitives.collectives import (
     reduce_mean_p,
     reduce_sum_p,
 )
-from drjax._primitives.fold_groups import fold_tree_p, reduce_fold_p
-from drjax._primitives.fold_lowering import FoldMode
+from drjax._primitives.fold_groups import FoldMode, fold_tree_p, reduce_fold_p
 from drjax._primitives.map_columns import (
     COORDINATES,
     WHOLE,

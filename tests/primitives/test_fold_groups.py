@@ -1,7 +1,6 @@
 """Folds in the order of the groups: values, derivatives, batches, plans, and bytes.
 
-Covers: drjax._primitives.fold_groups, drjax._primitives.fold_lowering, drjax._api.fold,
-drjax._api.pure_functions.
+Covers: drjax._primitives.fold_groups, drjax._api.fold, drjax._api.pure_functions.
 """
 
 import functools

@@ -25,7 +25,7 @@ from jax import lax
 
 from drjax._compat.types import Array, GlobalArray
 from drjax._jaxprs.eval_jaxpr import as_arrays
-from drjax._primitives.fold_lowering import fold_by_tree, states_of_devices
+from drjax._primitives.fold_groups import fold_by_tree, states_of_devices
 from drjax._sharding.eval_on_mesh import evaluate_on_mesh
 from drjax._sharding.execute import with_shardings_of
 from drjax._sharding.layout import Layout
