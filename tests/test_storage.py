@@ -1,6 +1,6 @@
 """Paths and URLs: of plan files, of groups, and of what is no place for files.
 
-Covers: drjax._storage, drjax.backends.parquet.
+Covers: drjax._storage, drjax.engines.slices.parquet.
 """
 
 import pickle

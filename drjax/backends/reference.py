@@ -32,7 +32,7 @@ from drjax.backends import _locate_failure, _python_loops
 from drjax.backends._all_columns import run_columns
 from drjax.backends._interpret_plan import RULES, Environment, PlanInterpreter
 from drjax.backends._move_slices import move_slices
-from drjax.backends.kept import Keep
+from drjax.engines.slices.kept import Keep
 from drjax.plan import (
     Columns,
     Fold,

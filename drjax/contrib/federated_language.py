@@ -28,7 +28,7 @@ from drjax._plan_file.custom_calls import parsed_module
 from drjax._plan_file.exported_stage import exported_of
 from drjax._plan_file.load import plan_from_bytes
 from drjax._plan_file.save import plan_to_bytes
-from drjax.backends.engine.extras import needed
+from drjax.engines.core.extras import needed
 from drjax.plan import (
     Broadcast,
     Fold,

@@ -14,11 +14,11 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from typing import Any
 
-from drjax.backends.engine import pool_scheduler, worker
-from drjax.backends.engine.driver import Runner
-from drjax.backends.engine.messages import BlockResult, File, Task, WorkerState
-from drjax.backends.engine.options import EngineOptions
-from drjax.backends.engine.protocols import Lost, Results, StageCall
+from drjax.engines.core import pool_scheduler, worker
+from drjax.engines.core.driver import Runner
+from drjax.engines.core.messages import BlockResult, File, Task, WorkerState
+from drjax.engines.core.options import EngineOptions
+from drjax.engines.core.protocols import Lost, Results, StageCall
 from drjax.plan import Plan
 
 
@@ -43,7 +43,7 @@ class _Process:
 
 
 class Processes:
-    """A `drjax.backends.engine.protocols.Pool` of processes."""
+    """A `drjax.engines.core.protocols.Pool` of processes."""
 
     def __init__(self, workers: int = 2):
         self.workers, self.generation, self.stays = workers, 0, ""

@@ -15,8 +15,8 @@ import pytest
 import drjax
 from drjax._plan_file.check_plan import check_step
 from drjax.backends import in_process
-from drjax.backends.engine import one_round
-from drjax.backends.engine.options import EngineOptions
+from drjax.engines.beam import one_round
+from drjax.engines.core.options import EngineOptions
 from drjax.plan import Reduce, Value
 from tests.helpers.cases import checkerboard
 from tests.helpers.meshes import in_mesh, make_mesh

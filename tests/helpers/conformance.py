@@ -29,9 +29,9 @@ import pytest
 
 import drjax
 from drjax.backends import reference
-from drjax.backends.engine.driver import Runner
 from drjax.backends.groups import Groups
 from drjax.backends.parquet import Parquet
+from drjax.engines.core.driver import Runner
 from tests.helpers import dying_driver
 from tests.helpers.cases import CASES, N, on_mesh
 from tests.helpers.plan_files import program

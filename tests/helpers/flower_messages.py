@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from drjax.backends.engine import wire_format
+from drjax.engines.core import wire_format
 
 
 class Recorded:

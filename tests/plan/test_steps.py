@@ -17,9 +17,9 @@ from drjax._drawing import columns, print_plan
 from drjax._plan_file import check_plan, export_plan
 from drjax._planner import open_groups
 from drjax.backends import in_process, reference
-from drjax.backends.engine import driver
 from drjax.backends.xla import mesh_interpreter
 from drjax.contrib import federated_language
+from drjax.engines.core import driver
 from drjax.plan import Exchange, Permute, Value
 from tests.helpers.raising import raises
 

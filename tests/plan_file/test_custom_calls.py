@@ -15,11 +15,12 @@ import drjax
 from drjax._plan_file.exported_stage import exported_of
 from drjax._plan_file.inspect import inspect
 from drjax._plan_file.load import plan_from_bytes
-from drjax.backends.engine import client_data, worker
-from drjax.backends.engine.driver import Runner
-from drjax.backends.engine.job import Job
-from drjax.backends.engine.options import EngineOptions
-from drjax.backends.in_process import InProcess
+from drjax.engines.core import worker
+from drjax.engines.core.driver import Runner
+from drjax.engines.core.job import Job
+from drjax.engines.core.options import EngineOptions
+from drjax.engines.flower import client_data
+from drjax.engines.in_process.adapter import InProcess
 from tests.helpers.cases import N
 from tests.helpers.plan_files import (
     forge,

@@ -144,7 +144,7 @@ def test_slices_of_dropped_groups(dtype):
 
 
 def test_a_failure_names_the_round(monkeypatch):
-    from drjax.backends.engine import worker
+    from drjax.engines.core import worker
 
     args = data(N)
     plan = drjax.make_plan(program_of(N))(*args)

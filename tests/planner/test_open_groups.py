@@ -1,7 +1,7 @@
 """Plans for any number of groups, and what depends on that number.
 
 Covers: drjax._planner.open_groups, drjax._compat.symbolic_size,
-drjax.backends.engine.number_of_groups.
+drjax.engines.core.number_of_groups.
 """
 
 import jax
@@ -11,7 +11,7 @@ import pytest
 
 import drjax
 from drjax.backends import Groups, reference
-from drjax.backends.engine.number_of_groups import for_arguments
+from drjax.engines.core.number_of_groups import for_arguments
 from tests.helpers.cases import checkerboard
 from tests.helpers.raising import raises
 

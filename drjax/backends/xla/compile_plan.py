@@ -28,11 +28,11 @@ from drjax._errors import DrjaxValueError
 from drjax._planner.arguments import flat_inputs
 from drjax._sharding.execute import as_operand
 from drjax._sharding.layout import Layout
-from drjax.backends.kept import Keep
 from drjax.backends.xla import step_size
 from drjax.backends.xla.inner_programs import layouts_inside
 from drjax.backends.xla.kept_run import KeptRun
 from drjax.backends.xla.mesh_interpreter import MeshInterpreter, layout_of
+from drjax.engines.slices.kept import Keep
 from drjax.plan import Plan, Value
 
 

@@ -25,7 +25,7 @@ from drjax._compat.types import Array, Mesh, PartitionedArray, PyTree
 from drjax._errors import DrjaxTypeError
 from drjax._planner.arguments import flat_inputs
 from drjax._sharding.layout import host_sharding
-from drjax.backends.kept import Keep, Kept, KeptPair
+from drjax.engines.slices.kept import Keep, Kept, KeptPair
 from drjax.plan import Value
 
 

@@ -1,0 +1,386 @@
+"""Engines whose workers share nothing with the driver but a folder of files.
+
+Input: a `StageCall`. Output: blocks with their results, and in the end the totals that
+the workers have combined. An engine says how to start a `StageRun`, and with which file
+system.
+
+The driver writes the stage and the slices that workers cannot read themselves, starts a
+run, and reads the results of blocks while it goes on; a run that fails is started
+again, `retries` times:
+
+    job | slices-START | block-GROUP (results of a block) | totals
+
+Slices that stay between calls are in files, too: see `kept_files`.
+
+Invariants: every file is written whole or not at all. A block that ran twice has
+written the same file twice, and is counted once. The totals must be of as many groups
+as were reported, else the call fails.
+
+Sharp edges: the totals are combined by the workers in any order, so that the last bits
+of a sum may differ between runs.
+"""
+
+import collections
+import itertools
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from drjax.engines.beam import kept_files, temporary_folders
+from drjax.engines.beam.kept_files import KeptFiles
+from drjax.engines.core import wire_format
+from drjax.engines.core.combine import Totals
+from drjax.engines.core.job import Job
+from drjax.engines.core.messages import Block, BlockResult
+from drjax.engines.core.options import checked_integer
+from drjax.engines.core.protocols import Results, StageCall
+from drjax.engines.slices.blocks_of_groups import LoadedBlock, blocks_of_groups
+from drjax.engines.slices.coordinates import WorkerColumns
+from drjax.engines.slices.groups import Lazy
+from drjax.engines.slices.worker_slices import WorkerSlices
+from drjax.plan import Value
+
+
+class Files(Protocol):
+    """A file system that the driver and all workers see. A module can be one.
+
+    `make` creates a folder, and `remove` deletes one with its files. Folders and files
+    are identified by their paths.
+    """
+
+    def make(self, folder: str) -> None: ...
+
+    def read(self, path: str) -> bytes: ...
+
+    def write(self, path: str, data: bytes) -> None:
+        """Write a file, whole or not at all; replace an old file."""
+        ...
+
+    def listed(self, prefix: str) -> list[str]:
+        """List the paths of all finished files whose paths begin with `prefix`."""
+        ...
+
+    def remove(self, folder: str) -> None: ...
+
+
+class Run(Protocol):
+    """A stage run that `FileExchange.start` has started, as a process or a thread."""
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until the run ends, at most so many seconds; return whether it ended."""
+        ...
+
+    def error(self) -> str | None:
+        """Return why the run failed; None if it did not. It must have ended."""
+        ...
+
+    def end(self) -> None:
+        """Kill the run and its workers; a run that cannot be killed is waited for."""
+        ...
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """One run of a local stage for all groups, as it is sent to the workers.
+
+    The workers read the stage and the groups' slices from files in one folder of a
+    shared file system, and write the results to files there.
+
+    Attributes:
+      files: The file system that the driver and all workers see, a `Files`.
+      folder: The path of the run's folder in it.
+      ops: The operations of what a block returns, from `combine.ops_of`.
+      starts: The groups are divided into ranges, one for a worker at a time: the index
+        of the first group of each range.
+      lazy: For each partitioned input of the stage, in order, a `Lazy` that workers can
+        read themselves; None if the run's folder has a file with its slices.
+      size: The number of groups in a block.
+      stay: For each output of the stage that is read later whether its slices stay in
+        files; () if none do.
+      kept: The path of the folder for these files.
+      pieces: If blocks are of coordinates, and workers have the slices: the files that
+        have them. Pairs of a path and a list of what `columns_of_file` takes.
+    """
+
+    files: Any
+    folder: str
+    ops: tuple[str, ...]
+    starts: list[int]
+    lazy: list[Lazy | None]
+    size: int
+    stay: tuple[bool, ...] = ()
+    kept: str = ""
+    pieces: tuple[tuple[str, list[tuple[int, int, int]]], ...] = ()
+
+    def job(self) -> Job:
+        """Read the stage with its global inputs from the run's folder."""
+        return Job.from_bytes(self.files.read(f"{self.folder}/job"))
+
+    def parts(
+        self, path: str, leaves: list[tuple[int, int, int]]
+    ) -> Iterator[tuple[int, tuple[str, int, np.ndarray]]]:
+        """Cut the slices of one file into the parts that blocks of coordinates need.
+
+        The arguments are an element of `pieces`. For each of `starts` come pairs
+        `(start, (path, position, part))`, with the position of an array in the file,
+        and `[k, c, *t]` of it.
+        """
+        columns = kept_files.columns_of_file(self.files, path, leaves)
+        for start in self.starts:
+            for leaf, x in columns.items():
+                yield start, (path, leaf, x[:, start : start + self.size])
+
+    def blocks(
+        self, start: int, parts: Iterable[tuple[str, int, np.ndarray]] | None = None
+    ) -> Iterator[LoadedBlock]:
+        """Read the groups of one range, in blocks of at most `size`; a worker calls it.
+
+        `start` is one of `starts`. With each block, in the order of group indices,
+        comes a dict from group index to reason, with the groups of the block whose data
+        cannot be read. Of a range of coordinates, `parts` is what the method `parts`
+        has yielded for it, of all files; None: the slices are read from the files.
+        """
+        # Digits are padded, so that a listing sorts by group.
+        name = f"{self.folder}/slices-{start:012}"
+        header, (alive, *stacks) = wire_format.from_bytes(self.files.read(name))
+        columns: Any = None
+        if parts is not None:
+            columns = collections.defaultdict(dict)
+            for path, leaf, x in parts:
+                columns[path][leaf] = x
+        arrays = iter(
+            kept_files.slices_from_message(header["kept"], stacks, self.files, columns)
+        )
+        slices = [next(arrays) if x is None else x for x in self.lazy]
+        yield from blocks_of_groups(slices, alive, self.size, start)
+
+    def report(self, block: Block, result: BlockResult) -> None:
+        """Write the result of a block to a file in the run's folder, for the driver.
+
+        The slices of outputs for which `stay` is true are left out: they are written to
+        another file, in the folder `kept`. The partial reductions are in none: workers
+        combine these.
+        """
+        if self.stay:
+            result = kept_files.store_staying_slices(
+                self.files, self.kept, self.stay, block, result
+            )
+        # Without partial reductions: those the workers combine among themselves.
+        data = wire_format.result_to_bytes(block, replace(result, partials=[]))
+        self.files.write(f"{self.folder}/block-{block.groups[0]:012}", data)
+
+    def write_totals(self, totals: Totals) -> None:
+        """Write the partial reductions over all groups to a file in the run's folder.
+
+        `totals` has for each of `self.ops` the partial reduction over all groups, an
+        array; for a fold the arrays of all blocks, stacked to `[blocks, *s]`. The last
+        element is the number of groups that took part, as an array. Each is None if no
+        group took part.
+        """
+        # JSON has the None; "there" is the key of the file format.
+        present = [x is not None for x in totals]
+        data = wire_format.to_bytes(
+            {"there": present}, [x for x in totals if x is not None]
+        )
+        self.files.write(f"{self.folder}/totals", data)
+
+    def read_totals(self) -> Totals:
+        """Read the totals that a worker has written, as `write_totals` got them."""
+        header, arrays = wire_format.from_bytes(
+            self.files.read(f"{self.folder}/totals")
+        )
+        remaining = iter(arrays)
+        return [next(remaining) if present else None for present in header["there"]]
+
+
+class FileExchange:
+    """An engine whose workers share only a file system with the driver.
+
+    The workers run a whole stage, and combine its partial reductions. A subclass
+    defines `start`. The class implements `drjax.engines.core.protocols.Engine`.
+    `folder` is the path of a folder for the files of stage runs; None: a temporary
+    folder of this machine.
+    """
+
+    def __init__(self, workers: int, files: Files, folder: str | None = None):
+        self.workers = checked_integer("workers", workers, 1)
+        self.stays, self.generation = "", 0
+        self._files, self._folder = files, folder
+        self._own_folder: Path | None = None
+        self._kept = KeptFiles(files)
+
+    def start(self, stage_run: StageRun, folder: Path) -> Run:
+        """Start the workers on a stage, without waiting for them; subclasses define it.
+
+        The local `folder` is for files of the driver, such as logs.
+        """
+        raise NotImplementedError
+
+    def open(self) -> None:
+        if self._own_folder is None:
+            self._own_folder = temporary_folders.make()
+
+    def close(self) -> None:
+        self._kept.remove(unused_only=False)
+        self.generation += 1
+        if self._own_folder is not None:
+            temporary_folders.remove(self._own_folder)
+            self._own_folder = None
+
+    def created(self, slices: WorkerSlices) -> None:
+        self._kept.add(slices)
+
+    def fetch(self, value: Value, pieces: list[Any]) -> list[Sequence[np.ndarray]]:
+        return [*map(self._kept.read, pieces)]
+
+    def results(self, call: StageCall) -> Results:
+        assert self._own_folder is not None
+        # A folder for each stage run, as several drivers may share the parent.
+        parent = f"{self._folder or self._own_folder}"
+        folder, kept = f"{parent}/{uuid.uuid4().hex}", ""
+        self._files.make(folder)
+        # What earlier calls have left, and no value has any more.
+        self._kept.remove()
+        if call.job.stay:
+            kept = self._kept.new_folder(parent)
+        run = None
+        try:
+            self._files.write(f"{folder}/job", call.job.to_bytes())
+            starts, failed = self._write(call, folder)
+            # Groups that could not be read fail now, before any worker is started.
+            yield _EMPTY_BLOCK, BlockResult([], [], failed, 0, 0.0)
+            lazy = [x if _readable_by_workers(x) else None for x in call.slices]
+            stage_run = StageRun(
+                self._files, folder, call.job.ops, starts, lazy, call.job.size,
+                call.job.stay, kept, _pieces(call.slices),
+            )  # fmt: skip
+            seen: set[str] = set()
+            reported = 0
+            # The whole run again: there is no way to ask workers for one block.
+            for left in reversed(range(call.options.retries + 1)):
+                run = self.start(stage_run, self._own_folder)
+                while True:
+                    # Before the listing: whatever was written before the end is then
+                    # seen.
+                    ended = run.wait(0.1)
+                    for block, result in self._new_results(folder, seen):
+                        if kept:
+                            path = kept_files.path_of(kept, block)
+                            result = replace(result, piece=path)
+                        reported += int(block.without_failed(result.failed).valid.sum())
+                        yield block, result
+                    if ended:
+                        break
+                if (error := run.error()) is None:
+                    break
+                # Workers of the failed run may have outlived it, and still write files.
+                run.end()
+                if not left:
+                    raise RuntimeError(f"the run failed: {error}")
+                call.lost(f"a run failed: {error[:500]}")
+            *totals, count = stage_run.read_totals()
+            yield _EMPTY_BLOCK, BlockResult(totals, [], {}, 0, 0.0)
+            # A runner that lost or repeated elements silently would give wrong sums.
+            if int(count or 0) != reported:
+                raise RuntimeError(
+                    f"the totals are of {count} groups, but the reported blocks have "
+                    f"{reported}"
+                )
+        finally:
+            if run is not None:
+                run.end()
+            self._files.remove(folder)
+
+    def _write(self, call: StageCall, folder: str) -> tuple[list[int], dict[int, str]]:
+        """Write a file for each range of groups, with what workers cannot read.
+
+        If workers can read an input, as from Parquet files, the ranges are those of its
+        `Groups.bounds()`; else they are the blocks. A file has the slices of those
+        inputs that workers cannot read, and the mask of the groups that take part.
+        There is one for each range, even without slices.
+
+        The result is `(starts, failed)`: the index of the first group of each range,
+        and the reasons for groups whose data cannot be read.
+        """
+        starts, failed = [], {}
+        others = [x for x in call.slices if not _readable_by_workers(x)]
+        bounds = {
+            b
+            for x in call.slices
+            if _readable_by_workers(x)
+            for b in x.source.groups.bounds()
+        }
+        if bounds:
+            # Ranges end at the files' own bounds, so that a worker opens few files.
+            edges = sorted(bounds)
+            parts = itertools.chain.from_iterable(
+                blocks_of_groups(
+                    [x[i:j] if isinstance(x, np.ndarray) else x for x in others],
+                    call.alive[i:j],
+                    j - i,
+                    i,
+                )
+                for i, j in itertools.pairwise(edges)
+            )
+        else:
+            parts = blocks_of_groups(others, call.alive, call.job.size)
+        for block, why in parts:
+            start = int(block.groups[0])
+            # Also without slices: the mask excludes groups that were dropped, or that
+            # could not be read.
+            named = [
+                kept_files.slices_to_message(x, self._kept.read) for x in block.slices
+            ]
+            arrays = [x for _, parts in named for x in parts]
+            header = {"kept": [entry for entry, _ in named]}
+            data = wire_format.to_bytes(header, [block.valid, *arrays])
+            self._files.write(f"{folder}/slices-{start:012}", data)
+            starts.append(start)
+            failed.update(why)
+        return starts, failed
+
+    def _new_results(
+        self, folder: str, seen: set[str]
+    ) -> Iterator[tuple[Block, BlockResult]]:
+        """Read the files of blocks that workers have finished since the last call.
+
+        `seen` has the paths of the files that were read before; new ones are added. The
+        blocks have no slices, and the results no partial reductions.
+        """
+        for path in self._files.listed(f"{folder}/block-"):
+            # Each file once: after a retry the same blocks are written again.
+            if path not in seen:
+                seen.add(path)
+                yield wire_format.result_from_bytes(self._files.read(path))
+
+
+def _pieces(
+    slices: Sequence[Any],
+) -> tuple[tuple[str, list[tuple[int, int, int]]], ...]:
+    """Return `StageRun.pieces` of a stage on coordinates, from its partitioned inputs.
+
+    () if it takes no columns, or some that the driver has.
+    """
+    pieces: dict[Any, list] = {}
+    for x in slices:
+        for path, leaf in x.pieces() if isinstance(x, WorkerColumns) else ():
+            if not isinstance(path, str):
+                return ()
+            pieces.setdefault(path, []).append(leaf)
+    return tuple(pieces.items())
+
+
+_EMPTY_BLOCK = Block(np.zeros(0, np.int32), np.zeros(0, bool), [])
+
+
+def _readable_by_workers(x: Any) -> bool:
+    """Return whether workers can read a partitioned input without the driver.
+
+    True only for a `Lazy` of a `Groups` whose `bounds()` is not None, such as Parquet
+    files.
+    """
+    return isinstance(x, Lazy) and x.source.groups.bounds() is not None

@@ -1,0 +1,109 @@
+"""The number of groups in a block, where the options do not give it.
+
+Input: a round with its value types, the numbers of groups and workers; then the
+measured times of the blocks of each round. Output: `BlockSize.value`, for the next run
+of the stage.
+
+In the first round that runs a stage the size is what fits into some bytes of the
+groups' inputs and results, but so little that each worker gets several blocks: one of
+them may be slower. Each block sends a partial reduction to the driver: where these are
+large, a block may hold the results of a few groups, so that not each one is sent. Later
+rounds know how long blocks take: short ones are joined, as each costs the driver and
+its worker about a millisecond, and long ones are split.
+
+Invariants: the size changes at most `_CHANGES` times, and by at least a factor of two,
+as each change compiles the stage again in all workers.
+
+Sharp edges: the size decides how sums are grouped, and encoded with `wire=`, so the
+last bits of results, or more of encoded ones, may differ between runs unless
+`block_size` is an option.
+"""
+
+import statistics
+from collections.abc import Sequence
+
+import numpy as np
+
+from drjax._jaxprs.prng_keys import raw_type
+from drjax.engines.core.messages import BlockResult
+from drjax.plan import Round, Value
+
+_BYTES = 16 << 20  # of inputs and results of a block: sent in some 10 ms
+_RESULTS = 4  # as many bytes as so many partial reductions, if that is more
+_LEAST = 256  # bytes that a group needs anyway: some Python objects while it is read
+_BLOCKS = 4  # for each worker
+_SHORT, _LONG = 0.02, 5.0  # seconds that a block should take at least, and at most
+_CHANGES = 2  # each one compiles the stage again in all workers
+
+
+class BlockSize:
+    """The number of groups in a block of a stage, set by bytes, adjusted by run times.
+
+    `timeout` is how many seconds a block may take; None: no limit.
+
+    Attributes:
+      value: The number of groups in a block of the stage's next run, at least 1.
+    """
+
+    def __init__(self, a_round: Round, n: int, workers: int, timeout: float | None):
+        stage = a_round.local
+        own = [v for v in stage.inputs if v.partitioned]
+        # All outputs, also those that are only reduced: the stage computes them for all
+        # groups of the block before it reduces them.
+        size = sum(map(_bytes, (*own, *stage.outputs)))
+        sent = sum(map(_bytes, a_round.combined))
+        # Without a lower bound on bytes, scalars for each group would make blocks of
+        # millions, whose Python objects take far more memory than their values.
+        self._fits = max(1, max(_BYTES, _RESULTS * sent) // max(_LEAST, size))
+        self._all = -(-n // workers)  # of one worker
+        self.value = max(1, min(self._fits, -(-n // (_BLOCKS * workers))))
+        # With a time limit blocks stay well below it, so that a slow machine is not
+        # late.
+        self._long = _LONG if timeout is None else min(_LONG, timeout / 4)
+        self._compiled: set[int] = set()  # processes that have run a block of this size
+        self._left = _CHANGES
+
+    def measure(self, blocks: Sequence[BlockResult]) -> None:
+        """Adjust `value` to how long full blocks of the latest run of the stage took.
+
+        The median time decides; the first block of each process does not count, as its
+        time includes compilation. Below 0.02 s `value` grows, up to one worker's share
+        of the groups and a limit on bytes. Above 5 s, or a quarter of the option
+        `timeout` if that is less, it shrinks. It does not change by less than a factor
+        of two, nor more than twice.
+        """
+        seconds = []
+        for done in blocks:
+            # The first block of a process includes compilation, and says nothing of
+            # later ones.
+            if done.pid in self._compiled:
+                seconds.append(done.seconds)
+            self._compiled.add(done.pid)  # a first block is compiled, too
+        if not seconds or not self._left:
+            return
+        # The median, as one slow worker must not change the size for all.
+        took = statistics.median(seconds)
+        size = self.value
+        if took < _SHORT:
+            joined = int(self.value * _SHORT / max(took, 1e-6))
+            # Never more than one worker's share of the groups, or the other workers
+            # would idle.
+            size = max(self.value, min(joined, self._all, self._fits))
+        elif took > self._long:
+            # Half of what is allowed, as times vary.
+            size = max(1, int(self.value * self._long / (2 * took)))
+        # Smaller changes are not worth compiling the stage again in all workers.
+        if not self.value / 2 < size < 2 * self.value:
+            self.value = size
+            # A block of another size has another shape, which each process compiles.
+            self._compiled.clear()
+            self._left -= 1
+
+
+def _bytes(value: Value) -> int:
+    """Return the size in bytes of a plan's value; of a partitioned one, of one slice.
+
+    A random key has the size of its raw data.
+    """
+    raw = raw_type(value)
+    return int(np.prod(raw.shape)) * np.dtype(raw.dtype).itemsize

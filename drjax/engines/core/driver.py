@@ -1,0 +1,523 @@
+"""The driver: server stages and loops in this process, groups' stages on an engine.
+
+Input: a plan, an engine and its options; then, for each call, the arguments of the
+planned function. Output: its results, as JAX arrays of the planned shapes and dtypes.
+`Runner` is what every engine's `compile` returns.
+
+Invariants: partitioned values are stacks of slices along axis 0, or `Lazy`; all values
+between stages are numpy arrays, random keys as raw data. Server stages are the exported
+ones of the plan file, so that they compute the same on every engine and after a
+resumption. A group that was dropped takes no part in any later stage of the call.
+
+Sharp edges: the driver holds slices that a later round needs or that are returned, and,
+unless workers keep them, those that move to other groups or are read as columns. Each
+step of a loop of rounds waits for its groups.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from drjax._errors import EngineError
+from drjax.backends import _python_loops
+from drjax.backends._interpret_plan import RULES, Environment, PlanInterpreter
+from drjax.backends._move_slices import move_slices
+from drjax.engines.core import checkpoint
+from drjax.engines.core.block_size import BlockSize
+from drjax.engines.core.executable_plan import ExecutablePlan, scatter
+from drjax.engines.core.extras import needed
+from drjax.engines.core.loop_progress import CheckpointedSteps
+from drjax.engines.core.messages import (
+    File,
+    kept_outputs,
+    refuse_other_partitions,
+    refuse_secure_sums,
+)
+from drjax.engines.core.number_of_groups import for_arguments
+from drjax.engines.core.options import EngineOptions
+from drjax.engines.core.progress import Report, StageReport
+from drjax.engines.core.protocols import Engine, StageCall
+from drjax.engines.core.stage_results import StageResults, check_survivors, stage_error
+from drjax.engines.slices.coordinates import (
+    by_coordinate,
+    gathers_for_columns,
+    is_move_of_slices,
+    read_by_workers,
+    whole_of_coordinates,
+)
+from drjax.engines.slices.groups import flat_slices, mask_dropped_slices, read_if_lazy
+from drjax.engines.slices.kept import check_plan
+from drjax.engines.slices.kept_results import KeptResults
+from drjax.engines.slices.worker_slices import WorkerSlices
+from drjax.plan import (
+    Columns,
+    Gather,
+    Loop,
+    Move,
+    Plan,
+    PutAdd,
+    Round,
+    Rules,
+    Scan,
+    Stage,
+    Value,
+)
+
+
+class Runner:
+    """A plan on an engine: call it as the planned function.
+
+    Its results are numpy-backed JAX arrays of the shapes and dtypes of the planned
+    function's. An argument whose values are all partitioned may be a `Groups` instead
+    of arrays. Workers start with the first call and stay until `close`, or until the
+    end of a `with` block.
+
+    Args:
+      plan: The plan; its stages need not be exported yet.
+      engine: The engine, which runs the stages of the groups in its workers.
+      options: The engine's options.
+      owner: Whether `close` ends the workers; false if other runners share them.
+      secure: Whether the engine meets the demand of secure sums.
+      keep: Which partitioned results are arguments of the next call: a dict from
+        results to arguments, as `{1: 0}`, or None. See `drjax.backends.Kept`.
+
+    Raises:
+      DrjaxValueError: The plan has a secure sum, and the engine does not meet it, or a
+        program over another partition.
+
+    Attributes:
+      plan: The plan.
+      engine: The engine.
+      options: The engine's options.
+      report: A `Report` on the latest call: stages, times, and dropped groups.
+      executable: The plan with compiled server stages and its plan file, an
+        `ExecutablePlan`.
+      kept: What stays between the calls, a `KeptResults`.
+      engine_cache: A dict of what the engine stores between calls, by a key that the
+        engine chooses.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        engine: Engine,
+        options: EngineOptions,
+        owner: bool = True,
+        secure: bool = False,
+        keep: dict[Any, Any] | None = None,
+    ):
+        check_plan(plan)
+        # Unless an engine says so itself: it must not be forgotten for a new one.
+        if not secure:
+            refuse_secure_sums(plan)
+        refuse_other_partitions(plan)
+        # First, as it may refuse its arguments, and exporting a plan takes long.
+        self.kept = KeptResults(plan, keep, engine, options)
+        self.plan, self.engine, self.options = plan, engine, options
+        self.executable = ExecutablePlan(plan)
+        self._owner = owner
+        self._sizes: dict[tuple, BlockSize] = {}  # by index of the stage, and n
+        self.report = Report()
+        self.engine_cache: dict[str, Any] = {}
+
+    @property
+    def file(self) -> File:
+        """The plan file that workers get."""
+        return self.executable.file
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Around the arguments too: without x64, 64-bit ones would be cast to 32 bits.
+        with self.executable.precision():
+            args, kwargs, handles = self.kept.open(args, kwargs)
+            plan = for_arguments(self.plan, args, kwargs)
+            inputs = flat_slices(plan, args, kwargs)
+            with self._checkpoint(inputs, plan.size) as saved:
+                self.report = Report()
+                self.report.resumed = saved.resumed
+                # Not in the constructor: workers start with the first call, also after
+                # `close`.
+                self.engine.open()
+                try:
+                    results = self._run(plan, self.kept.inputs(inputs), saved)
+                    # Only with all results at hand; until then a crash resumes from
+                    # the folder.
+                    saved.clear()
+                finally:
+                    self.report.finish()
+                # Only now: after an error the handles are still valid.
+                for handle in handles:
+                    handle.use_up()
+                return results
+
+    def _run(self, plan: Plan, inputs: list[Any], saved: checkpoint.Checkpoint) -> Any:
+        """Run the plan once, and return the results of the planned function.
+
+        `plan` is for the number of groups of the call. Of its inputs each is a numpy
+        array, with the groups along axis 0 if it is partitioned; a `Lazy`, whose slices
+        are read block by block; or a `WorkerSlices`, whose slices workers have. Results
+        that the open checkpoint has are not computed.
+
+        A result that the constructor's `keep` names as an argument of the next call is
+        a `Kept`, which stands for its slices. In other partitioned results the slices
+        of dropped groups are NaN, or zero if they are not floats.
+        """
+        call = _Call(self, plan, saved, self.options)
+        run = _DriverInterpreter(call, self.executable.plan, "")
+        all_outputs, outputs = run(inputs), []
+        staying = self.kept.split(all_outputs, inputs, call.alive)
+        for value, x in zip(self.plan.outputs, all_outputs, strict=True):
+            if value.partitioned and x is not None:
+                # Masked now, as a group may be dropped in a later round than that of
+                # its slice.
+                x = np.moveaxis(
+                    mask_dropped_slices(value, x, call.alive), 0, value.axis
+                )
+            outputs.append(x)
+        return self.kept.results(self.executable.results(outputs), staying)
+
+    def _checkpoint(self, inputs: list[Any], n: int) -> checkpoint.Checkpoint:
+        """Open and lock the checkpoint of a call in the option `checkpoint`'s folder.
+
+        The call is identified by a hash of the inputs and by n, its number of groups.
+        The result is a context manager that unlocks the folder; without the option, one
+        that saves nothing. An `EngineError` is raised if the folder cannot be used, is
+        locked, or has another call's checkpoint.
+        """
+        if self.options.checkpoint is None:
+            return checkpoint.Checkpoint()
+        file = self.file.key if n == self.plan.size else f"{self.file.key} for {n}"
+        key = checkpoint.call_fingerprint(file, inputs, self.options)
+        return checkpoint.FolderCheckpoint(self.options.checkpoint, key)
+
+    def block_size(self, a_round: Round, n: int) -> BlockSize:
+        """Return the `BlockSize` that chooses how many groups a block of a stage has.
+
+        The first call for a round, of the plan or of the body of a loop, and a number
+        of groups creates it; later calls return the same one, so that all calls of this
+        runner share what was measured.
+        """
+        key = self.executable.stage_index(a_round), n
+        if key not in self._sizes:
+            self._sizes[key] = BlockSize(
+                a_round, n, self.engine.workers, self.options.timeout
+            )
+        return self._sizes[key]
+
+    def close(self) -> None:
+        """End the workers, and clear `engine_cache`.
+
+        The workers go on if the constructor's `owner` was false: other runners share
+        them.
+        """
+        self.engine_cache.clear()
+        # Workers that several plans share end with their owner.
+        if self._owner:
+            self.engine.close()
+
+    def __enter__(self) -> "Runner":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class _DriverInterpreter(PlanInterpreter):
+    """Runs a plan, or the body of a loop, in one call: `interpreter(inputs)`.
+
+    Server stages run in this process, and stages of the groups on the engine. Inputs
+    and outputs are lists of numpy arrays in the order of `plan.inputs` and
+    `plan.outputs`, random keys as key data. Partitioned values have the groups along
+    axis 0; or they are a `Lazy`, whose slices are read block by block, or a
+    `WorkerSlices`, whose slices workers have.
+
+    `prefix` is a text before the number of each round in its location: empty for the
+    plan, and `2.scan.0.` for body 0 of the loop `scan` in round 2.
+    """
+
+    rules = Rules("The driver of an engine", RULES)
+
+    def __init__(self, call: "_Call", plan: Plan, prefix: str):
+        self.call, self.plan, self.prefix = call, plan, prefix
+        self.for_columns = gathers_for_columns(plan)
+        self._stay = read_by_workers(plan)
+
+    def run_server(self, stage: Stage, env: Environment) -> None:
+        self.call.runner.executable.run_server(stage, env)
+
+    def scatter(self, slices: Value, whole: Any) -> Any:
+        return scatter(slices, whole)
+
+    def run_groups(self, index: int, env: Environment) -> None:
+        a_round, location = self.plan.rounds[index], f"{self.prefix}{index + 1}"
+        # A round may only broadcast or gather.
+        if a_round.local.exported is not None:
+            kept = kept_outputs(self.plan, a_round)
+            key = f"{location}.groups"
+            entry = self.call.checkpoint.get(key)
+            if entry is None:
+                entry = self.call.run_stage(a_round, kept, env, location, self._stay)
+                self.call.checkpoint.put(key, entry)
+            env.write([*a_round.combined, *kept], entry)
+
+    def move(self, move: Move, slices: Any, index: Any = None) -> Any:
+        alive = self.call.alive
+        if isinstance(slices, WorkerSlices) and is_move_of_slices(move):
+            source = np.asarray(move.sources if index is None else index)
+            inside = (source >= 0) & (source < len(alive))
+            # Else a group would have NaNs, or zeros: then the driver moves them.
+            if alive.all() and (slices.piece >= 0).all() and inside.all():
+                return slices.moved(move.result, source)
+        slices = read_if_lazy(slices)
+        # A population has slices of groups that take no part.
+        if move.source.partitioned:
+            if isinstance(move, PutAdd):
+                # What a dropped group has is added to no group.
+                index = np.where(alive, index, -1)
+            # Slices of dropped groups are NaN or zero in other groups, too.
+            slices = mask_dropped_slices(move.source, slices, alive)
+        return move_slices(move, slices, index, len(alive))
+
+    def run_loop(self, index: int, loop: Loop, inputs: list[Any]) -> list[Any]:
+        if isinstance(loop, Columns):
+            return self.call.run_columns(loop, inputs, f"{self.prefix}{index + 1}")
+        # The index of the body follows, as in names of members of the plan file.
+        prefix = f"{self.prefix}{index + 1}.{loop.name}"
+        bodies: list[Callable[[list], list]] = [
+            _DriverInterpreter(self.call, body, f"{prefix}.{i}.")
+            for i, body in enumerate(loop.bodies)
+        ]
+        if isinstance(loop, Scan):
+            bodies = [_read_stacked(bodies[0], loop.carry)]
+            # A step takes an element of each slice of a stack: an array, or a `Lazy`.
+            read = lambda x: x.whole() if isinstance(x, WorkerSlices) else x
+            consts, carry, stacks = loop.split(inputs)
+            inputs = [*consts, *carry, *map(read, stacks)]
+        steps = CheckpointedSteps(self.call.checkpoint, prefix, inputs)
+        return _python_loops.run(loop, bodies, inputs, self.call.plan.size, np, steps)
+
+
+@_DriverInterpreter.rules.rule(Gather)
+def _gather(
+    gather: Gather, run: _DriverInterpreter, index: int, env: Environment
+) -> None:
+    # Not saved in checkpoints: what it gathers is in `env`, also after a resumption.
+    source, alive, slices = gather.source, run.call.alive, env[gather.source]
+    # Slices of dropped groups are NaN or zero in whatever gathers them.
+    if isinstance(slices, WorkerSlices) and gather.result.name in run.for_columns:
+        env[gather.result] = slices.without_dropped(alive)
+    else:
+        env[gather.result] = mask_dropped_slices(source, slices, alive)
+
+
+def _read_stacked(
+    body: Callable[[list[Any]], list[Any]], carry: int
+) -> Callable[[list[Any]], list[Any]]:
+    """Wrap the body of a scan, so that the outputs that the scan stacks are arrays.
+
+    A body may return a `Lazy` or a `WorkerSlices` for a partitioned output, whose
+    slices are not in this process. A stack needs the array `[n, *s]` of all slices. The
+    first `carry` outputs are returned as they are, as the next step can read their
+    slices block by block.
+    """
+
+    def step(inputs: list[Any]) -> list[Any]:
+        outputs = body(inputs)
+        return [*outputs[:carry], *map(read_if_lazy, outputs[carry:])]
+
+    return step
+
+
+class _Call:
+    """The state of one call of a `Runner`.
+
+    The plan is for the number of groups of the call. Its stages may be others than
+    those of `runner.executable.plan`. Or it is the body of a `columns` loop, whose
+    groups are the coordinates. Groups that the open checkpoint lists as dropped are
+    dropped from the start.
+
+    Attributes:
+      options: The options of the stages.
+      report: The `Report` on the call.
+      alive: Which groups take part, bool `[n]`: false for groups that were dropped.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        plan: Plan,
+        saved: checkpoint.Checkpoint,
+        options: EngineOptions,
+    ):
+        self.runner, self.checkpoint, self.options = runner, saved, options
+        self.plan = plan
+        self.report = runner.report
+        # Groups that were dropped before a crash stay dropped, or totals would mix.
+        self.alive = np.ones(plan.size, bool)
+        dropped = saved.get("dropped")
+        if dropped is not None:
+            for group in dropped[0]:
+                self.alive[group] = False
+                self.report.dropped[int(group)] = "before the call was resumed"
+
+    def run_stage(
+        self,
+        a_round: Round,
+        kept: list[Value],
+        env: Environment,
+        location: str,
+        staying: Collection[str] = (),
+    ) -> list[Any]:
+        """Run the local stage of a round for all groups, on the engine.
+
+        Before that it begins to save the checkpoint's new entries. It adds a
+        `StageReport` to `self.report`. Groups that fail are dropped for the rest of the
+        call: `self.alive` is False for them.
+
+        `kept` are the outputs of the stage whose slices are needed after it, and
+        `staying` the names of those that workers read from each other. The stage's
+        inputs are read from `env`. `location` is that of the round: `2`, or
+        `2.scan.0.1` for round 1 in body 0 of the loop `scan` in round 2.
+
+        The result is a list: the results of the round's reductions but gathers, `[*s]`,
+        the leaves of the results of its folds, then for each of `kept` all groups'
+        slices, `[n, *s]`, or a `WorkerSlices` if `KeptResults.staying` says that they
+        stay with the workers. An `EngineError` is raised if the stage failed, a group
+        failed with `on_error="raise"`, or fewer groups than `min_groups` survive.
+        """
+        # Now, so that the file is written while the groups run.
+        self.checkpoint.write()
+        stage, runner, options = a_round.local, self.runner, self.options
+        stage_report = StageReport(location, stage.name)
+        self.report.stages.append(stage_report)
+        dropped_before, start = len(self.report.dropped), time.perf_counter()
+        n = self.plan.size
+        block_size = runner.block_size(a_round, n)
+        # A block of more than n groups would only have more padding.
+        size = min(options.block_size or block_size.value, n)
+        call = StageCall(
+            job=replace(
+                runner.executable.job(a_round, env, location, size, options),
+                stay=runner.kept.staying(kept, staying),
+            ),
+            slices=env.read(v for v in stage.inputs if v.partitioned),
+            alive=self.alive.copy(),
+            options=options,
+            lost=self.report.lost.append,
+            cache=runner.engine_cache,
+            initial=runner.kept.initial,
+        )
+        fold = functools.partial(runner.executable.run_fold, env)
+        stay = call.job.stay, runner.engine
+        results = StageResults(a_round, kept, n, call.job.size, fold, *stay)
+        try:
+            self._collect(call, results, stage_report, stage)
+        except EngineError as error:
+            # An error that names its round is complete; one from reading groups is not.
+            if error.group is None or error.round is not None:
+                raise
+            raise self._error(stage, location, str(error), error.group) from error
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            raise self._error(stage, location, why) from error
+        stage_report.seconds = time.perf_counter() - start
+        # Measured only where the size is ours to change.
+        if options.block_size is None:
+            block_size.measure(results.full_blocks)
+        check_survivors(self.plan, location, stage, results.groups, options.min_groups)
+        # Before the round's own entry: a resumed call must not count dropped groups.
+        if len(self.report.dropped) > dropped_before:
+            self.checkpoint.put("dropped", [np.array(sorted(self.report.dropped))])
+        return results.finish()
+
+    def run_columns(
+        self, loop: Columns, inputs: list[Any], location: str
+    ) -> list[np.ndarray]:
+        """Run the work on coordinates of gathered slices: in chunks, by the workers.
+
+        `location` is that of its round.
+        """
+        (body,) = loop.bodies
+        (a_round,) = body.rounds
+        # The groups of the body are the coordinates: an option for groups is not
+        # theirs, and a NaN of a dropped group makes NaNs.
+        options = replace(
+            self.options,
+            block_size=None,
+            on_error="raise",
+            min_groups=1,
+            check_nans=False,
+            checkpoint=None,
+        )
+        call = _Call(self.runner, body, checkpoint.Checkpoint(), options)
+        env, kept = Environment(), kept_outputs(body, a_round)
+        pairs = zip(body.inputs, inputs, strict=True)
+        arrays = [by_coordinate(v, x, body.size) for v, x in pairs]
+        env.write(body.inputs, arrays)
+        outs = call.run_stage(a_round, kept, env, f"{location}.{loop.name}")
+        env.write([*a_round.combined, *kept], outs)
+        pairs = zip(body.outputs, loop.outputs, strict=True)
+        return [whole_of_coordinates(v, result, env[v]) for v, result in pairs]
+
+    def _collect(
+        self,
+        call: StageCall,
+        results: StageResults,
+        stage_report: StageReport,
+        stage: Stage,
+    ) -> None:
+        """Run a stage on the engine, and add each block of groups to `results`.
+
+        The groups that a block reports as failed are dropped for the rest of the call.
+        The progress bar is updated, `self.report.workers`, the number of blocks of each
+        process, and `groups` and `blocks` of the stage's report.
+        """
+        location = stage_report.round
+        with (
+            self._progress_bar(f"round {location}") as bar,
+            # Closing the generator lets the engine release tasks in flight after an
+            # error.
+            closing(self.runner.engine.results(call)) as blocks,
+        ):
+            for block, block_result in blocks:
+                for group, why in block_result.failed.items():
+                    self._fail(group, why, location, stage)
+                results.add(block, block_result, self.alive)
+                stage_report.groups = results.groups
+                stage_report.blocks = results.blocks
+                if block_result.pid:
+                    self.report.workers[block_result.pid] += 1
+                if bar is not None:
+                    bar.update(int(block.valid.sum()))
+
+    def _fail(self, group: int, why: str, location: str, stage: Stage) -> None:
+        """Drop a group that failed for the rest of the call, or raise its error.
+
+        To drop it sets `self.alive` to False for the group, and puts the reason into
+        `self.report.dropped`. The option `on_error` decides.
+        """
+        if self.options.on_error == "raise":
+            raise self._error(stage, location, why, group)
+        self.alive[group] = False
+        self.report.dropped[group] = f"round {location}, {stage.name}: {why}"
+
+    def _error(
+        self, stage: Stage, location: str, why: str, group: int | None = None
+    ) -> EngineError:
+        """Make, but not raise, the `EngineError` of a stage or a group that failed."""
+        return stage_error(self.runner.plan, location, stage, why, group)
+
+    def _progress_bar(self, text: str) -> AbstractContextManager[Any]:
+        """Make a context manager for a progress bar that counts groups.
+
+        Its value in the `with` block is a `tqdm` bar; None if the option `progress` is
+        false.
+        """
+        if not self.options.progress:
+            return nullcontext()
+        tqdm = needed("tqdm", "examples", "progress=True").tqdm
+        return tqdm(total=self.plan.size, desc=text, unit="group", leave=False)

@@ -1,0 +1,242 @@
+"""Records between the driver and its workers: `Task` down, `BlockResult` up.
+
+Input of a worker: a plan `File` and a `Task`, which is a block of groups and the stage
+that they run. Output: a `BlockResult`. `WorkerState` tells the driver what a worker is
+doing meanwhile.
+
+Invariants: records hold numpy arrays, bytes, text and numbers; neither JAX's objects
+nor users' code. So they can be pickled by any engine, and `wire_format` can write them
+without pickle.
+
+Sharp edges: stages and rounds are named by their index in `rounds_of`, which driver and
+workers must compute from the same file.
+"""
+
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from drjax._errors import DrjaxValueError
+from drjax.plan import Plan, Program, Round, Value
+
+
+@dataclass(frozen=True)
+class File:
+    """A plan file in memory, as workers receive it.
+
+    Attributes:
+      key: The SHA-256 hash of the content, hexadecimal.
+      x64: Whether the plan has 64-bit values: it must run with `jax_enable_x64`.
+      custom_calls: Names of custom calls, code outside of the file, that its stages may
+        make besides those that drjax always allows.
+    """
+
+    data: bytes
+    key: str
+    x64: bool
+    custom_calls: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Block:
+    """c groups that a worker runs at once, with their inputs.
+
+    Attributes:
+      groups: The group indices, int32 `[c]`.
+      valid: Which of them take part, bool `[c]`; the others are masked: they run, or
+        hold a place, but their results do not count.
+      slices: For each partitioned input of the stage, in order, an array `[c, ...]` of
+        the groups' slices. Before it is with its worker it may also have a
+        `drjax.engines.slices.worker_slices.PiecesOfBlock`, for slices that workers
+        have.
+    """
+
+    groups: np.ndarray
+    valid: np.ndarray
+    slices: list[Any]
+
+    def without(self, out: np.ndarray) -> "Block":
+        """Return a copy that also masks the groups in `out`, bool `[c]`."""
+        return replace(self, valid=self.valid & ~out)
+
+    def without_failed(self, failed: dict[int, str]) -> "Block":
+        """Return a copy that also masks those groups of the block that have failed."""
+        return self.without(np.isin(self.groups, list(failed)))
+
+    def halves(self) -> list["Block"]:
+        """Split the groups that take part into two blocks of about equal size.
+
+        The order stays. If the number is odd, the second block has one more.
+        """
+        # Masked groups are left out: halving must end at one group that takes part.
+        chosen = np.flatnonzero(self.valid)
+        middle = len(chosen) // 2
+        return [self._take_slots(chosen[:middle]), self._take_slots(chosen[middle:])]
+
+    def _take_slots(self, positions: np.ndarray) -> "Block":
+        """Return the block of the groups at positions `[k]`, masked ones included."""
+        return Block(
+            self.groups[positions],
+            self.valid[positions],
+            [x[positions] for x in self.slices],
+        )
+
+    def padded(self, size: int) -> "Block":
+        """Pad the block to `size` groups, so that all blocks of a stage have one shape.
+
+        The result has arrays `[size, ...]`: the c groups, then masked copies of a
+        group. A group that was masked before is replaced by such a copy, too. Copies
+        are of the first group of the block that takes part, its index included; there
+        must be one. It is this block itself if it has `size` groups and none is masked.
+        """
+        index = np.zeros(size, np.int64)
+        index[: len(self.valid)] = np.arange(len(self.valid))
+        valid = np.zeros(size, bool)
+        valid[: len(self.valid)] = self.valid
+        # Most blocks are full: no copy for them.
+        if valid.all():
+            return self
+        # A real group's slices, as zeros could make a group's work loop forever or
+        # raise.
+        index[~valid] = np.flatnonzero(self.valid)[0]
+        return Block(self.groups[index], valid, [x[index] for x in self.slices])
+
+
+@dataclass(frozen=True)
+class Task:
+    """A block and what to do with it: what a worker is sent.
+
+    Attributes:
+      stage: The index of the stage's round in `rounds_of(plan)`; rounds in loops count.
+      size: The block size: the worker pads the block to it.
+      check_nans: Whether a group that yields a NaN has failed.
+      drop: Whether to go on without groups that fail; if not, a block in which a group
+        fails has no results.
+      number: Unique among the tasks of a driver.
+      search: Whether the groups run one by one and without results, while the
+        `WorkerState` says which group runs: to find a group that takes too long.
+      stay: For each output of the stage that is read later whether its slices stay with
+        the workers; () if none do.
+      encode: Whether partial reductions with `wire=` are returned as `EncodedPartial`s.
+    """
+
+    stage: int
+    block: Block
+    size: int
+    check_nans: bool
+    drop: bool
+    # From 1, as `WorkerState.task` is 0 before the first task.
+    number: int = field(default_factory=itertools.count(1).__next__)
+    search: bool = False
+    stay: tuple[bool, ...] = ()
+    encode: bool = True
+
+
+@dataclass(frozen=True)
+class BlockResult:
+    """The result of a stage for one block of c groups.
+
+    Attributes:
+      partials: For each of the round's reductions but gathers the partial reduction
+        over the block, an array, or None if no group of the block takes part; of one
+        with `wire=` an `EncodedPartial`. If the round has folds, two kinds of arrays
+        follow: the index of the block's first group, int32 `[1]`, and the leaves of the
+        block's states, `[1, *s]`. Empty if the block has no results.
+      slices: For each output of the stage that is read later an array `[c, ...]` of the
+        groups' slices, unless they stay with the workers. Empty if the block has no
+        results.
+      failed: From group index to reason, for groups that failed. If there is one and
+        failed groups are not dropped, the block has no results.
+      pid: The id of the worker's process; 0 if no worker ran.
+      seconds: How long the worker took.
+      piece: The engine's reference to the slices that stay with the workers, a list of
+        arrays `[c, ...]` in their store; None if there are none.
+    """
+
+    partials: Sequence[Any]
+    slices: list[np.ndarray]
+    failed: dict[int, str]
+    pid: int
+    seconds: float
+    piece: Any = None
+
+
+@dataclass
+class WorkerState:
+    """What a worker is doing, as it reports it to the driver.
+
+    Attributes:
+      groups: The indices of the first and the last group that run now; None if the
+        worker is idle.
+      since: `time.time()` when these groups began.
+      task: The `Task.number` of the task that these groups belong to; 0 before the
+        first task.
+      seconds: The time since then by the worker's own clock.
+    """
+
+    pid: int = field(default_factory=os.getpid)
+    groups: tuple[int, int] | None = None
+    since: float = 0.0
+    task: int = 0
+    seconds: float = 0.0
+
+
+def rounds_of(plan: Plan) -> Iterator[tuple[Plan, Round]]:
+    """Iterate over the rounds of a plan and of its loops' bodies, in a fixed order.
+
+    With each comes the plan, or loop body, that it is in. The index of a round in this
+    order identifies its local stage, for the driver and the workers. The rounds in a
+    round's loops come directly after that round.
+    """
+    for a_round in plan.rounds:
+        yield plan, a_round
+        for step in a_round.steps:
+            for body in step.bodies:
+                yield from rounds_of(body)
+
+
+def kept_outputs(plan: Plan, a_round: Round) -> list[Value]:
+    """Return the outputs of a round's local stage whose slices are read after it.
+
+    A later round, a gather, a move or a loop reads them, or the plan returns them; the
+    others are only reduced. They are in the stage's order. `plan` is the plan, or the
+    body of a loop, that has the round.
+    """
+    # Slices that nothing needs later stay in the worker.
+    kept = plan.kept()
+    return [v for v in a_round.local.outputs if v.name in kept]
+
+
+def refuse_other_partitions(plan: Plan) -> None:
+    """Raise a `DrjaxValueError` for a plan with a program over another partition.
+
+    No worker has the groups of that partition.
+    """
+    for loop in plan.loops():
+        if isinstance(loop, Program):
+            raise DrjaxValueError(
+                f"{plan.name} uses two partitions side by side, {plan.partition} and "
+                f"{loop.bodies[0].partition}. An engine's workers have the groups of "
+                "one: plan the two programs one at a time, or run the plan with "
+                "drjax.jit or on the reference backend."
+            )
+
+
+def refuse_secure_sums(plan: Plan) -> None:
+    """Raise a `DrjaxValueError` for a plan, or a loop in it, that has a secure sum.
+
+    An engine calls it whose processes see slices.
+    """
+    for _, a_round in rounds_of(plan):
+        for reduce in a_round.partials:
+            if reduce.secure:
+                raise DrjaxValueError(
+                    f"{plan.name} has a secure sum, of {reduce.source.name}: no "
+                    "process but a group's own may see its slice. This engine's "
+                    "processes see slices of the groups. Run the plan on Flower, or "
+                    "leave out secure=True."
+                )

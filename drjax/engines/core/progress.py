@@ -1,0 +1,85 @@
+"""The report on a call: stages, blocks, lost workers and dropped groups.
+
+Input: counts and reasons that the driver adds while a call runs. Output: a `Report`,
+which prints itself as a table.
+
+Invariants: `dropped` has each group that was dropped in this call, or before it was
+resumed, once.
+
+Sharp edges: `lost` counts attempts, not blocks: a block that was lost twice is counted
+twice.
+"""
+
+import dataclasses
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class StageReport:
+    """The report on one run of a round's local stage.
+
+    Attributes:
+      round: The location of the round, text: `2` is the plan's second round, and
+        `2.scan.0.1` the first round in body 0 of the loop `scan` of round 2.
+      stage: The name of the stage, text.
+      groups: How many groups took part to the end, int.
+      blocks: How many blocks workers have done, int.
+      seconds: How long the stage took, float.
+    """
+
+    round: str
+    stage: str
+    groups: int = 0
+    blocks: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class Report:
+    """What ran in a call. Print it to read it.
+
+    Attributes:
+      stages: A `StageReport` for each run of a local stage, a list in order.
+      workers: How many blocks each process has done, a `Counter` by process id.
+      lost: Why blocks were lost and tried again, a list of text in order.
+      dropped: Why groups were dropped, a dict from group index to reason.
+      resumed: How many stages and steps of loops came from a checkpoint, int.
+      seconds: How long the call took, float.
+    """
+
+    stages: list[StageReport] = field(default_factory=list)
+    workers: Counter[int] = field(default_factory=Counter)
+    lost: list[str] = field(default_factory=list)
+    dropped: dict[int, str] = field(default_factory=dict)
+    resumed: int = 0
+    seconds: float = 0.0
+    _began: float = field(default_factory=time.perf_counter, repr=False)
+
+    def finish(self) -> None:
+        """Set `seconds` to the time since the call began."""
+        self.seconds = time.perf_counter() - self._began
+
+    def __str__(self) -> str:
+        lines: list[tuple[str, ...]] = [
+            ("round", "stage", "groups", "blocks", "seconds")
+        ]
+        for stage in self.stages:
+            # The last field is rounded; the others are printed as they are.
+            *fields, seconds = dataclasses.astuple(stage)
+            lines.append((*map(str, fields), f"{seconds:.3f}"))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        text = [
+            "  ".join(x.ljust(w) for x, w in zip(line, widths, strict=True)).rstrip()
+            for line in lines
+        ]
+        blocks = ", ".join(f"{pid}: {n}" for pid, n in sorted(self.workers.items()))
+        text.append(
+            f"{self.seconds:.3f} s; blocks by process: {blocks or 'none'}; "
+            f"{len(self.lost)} lost and tried again"
+        )
+        if self.resumed:
+            text.append(f"{self.resumed} stages and steps from a checkpoint")
+        text += [f"dropped group {g}: {why}" for g, why in sorted(self.dropped.items())]
+        return "\n".join(text)

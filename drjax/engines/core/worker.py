@@ -1,0 +1,418 @@
+"""The worker: a block of groups, through one stage of a plan file.
+
+Input: a plan file, a `Task`, and the stage's global inputs, as numpy arrays. Output: a
+`BlockResult`. `run` is the entry point in a worker's process; it keeps the latest plan
+files with their compiled stages, by the hash of the file.
+
+Invariants: a failure of one group is reported for that group alone. A block that fails
+or yields NaN runs again to find which groups do, each alone or by halving the block. A
+block is padded to the block size, so that a stage compiles once.
+
+Sharp edges: a group of a block that fails runs more than once. What fails in a block
+and in no group alone is raised as it is: then the block, not a group, was too much, as
+for memory.
+"""
+
+import functools
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from drjax._plan_file.exported_stage import ExportedFunction, batched_of, exported_of
+from drjax._plan_file.load import plan_from_bytes
+from drjax.engines.core.encoded_partials import encode_partials, fits, wire_of
+from drjax.engines.core.messages import (
+    Block,
+    BlockResult,
+    File,
+    Task,
+    WorkerState,
+    rounds_of,
+)
+from drjax.plan import Reduce, Stage
+
+_FEW = 64  # groups that are tried one by one
+_HALVINGS = 128  # most batches to find them
+
+
+class LoadedPlan:
+    """A plan file that a worker has loaded, with its compiled local stages.
+
+    Attributes:
+      demands: For each local stage, in the order of `rounds_of`, a list with one int
+        for each array of `BlockResult.partials`: the least number of groups to sum,
+        `Reduce.secure`; 0 if it is not secure, or belongs to a fold.
+      bounds: For each local stage a list with the `Reduce.bound` of each secure sum.
+    """
+
+    def __init__(self, file: File):
+        self.file = file
+        # The plan's precision: the worker's process may be set to another.
+        with jax.enable_x64(file.x64):
+            plan = plan_from_bytes(
+                Path(f"{file.key[:12]}.drjax"),
+                file.data,
+                custom_calls=file.custom_calls,
+            )
+        rounds = [a_round for _, a_round in rounds_of(plan)]
+        states = [len(r.sources) - len(r.partials) for r in rounds]
+        self._stages = [
+            CompiledStage(r.local, r.partials, k)
+            for r, k in zip(rounds, states, strict=True)
+        ]
+        # After the sums come the index of the block's first group and its states.
+        self.demands = [
+            [*(x.secure for x in r.partials), *[0] * (k + bool(k))]
+            for r, k in zip(rounds, states, strict=True)
+        ]
+        self.bounds = [[x.bound for x in r.partials if x.secure] for r in rounds]
+
+    def run(self, task: Task, shared: list[np.ndarray]) -> BlockResult:
+        """Run a stage on a block, and find the groups that fail.
+
+        If groups fail and `task.drop` is true, the block runs again without them; if it
+        is false, the result has only the reasons. `shared` are the global inputs of the
+        stage, in order, here and below. What is raised is no single group's failure:
+        the stage failed.
+        """
+        with jax.enable_x64(self.file.x64):
+            return self._run(task, shared)
+
+    def _run(self, task: Task, shared: list[np.ndarray]) -> BlockResult:
+        """Run a stage on a block, as `run`, in the plan's precision, which is set.
+
+        The slices of the result, `[c, ...]`, are without padding.
+        """
+        start, stage = time.perf_counter(), self._stages[task.stage]
+        block, failed, outs, error = task.block, {}, [], None
+        # The partial reductions include the groups that failed, so the block runs
+        # again.
+        for _ in range(2):  # as it is, then without the groups that failed
+            if not block.valid.any():
+                break
+            try:
+                outs, error = stage.run_batch(block, shared, task.size), None
+            except Exception as caught:
+                outs, error = [], caught
+            if error is None and not (task.check_nans and stage.has_nan(outs, block)):
+                break
+            if error is None:
+                # A NaN in a reduction does not say whose it is.
+                suspects = _suspects(stage, block, shared, task.size)
+            else:
+                # An error says nothing of groups, and a half might raise again.
+                suspects = np.flatnonzero(block.valid)
+            failures = _failures(stage, block, shared, suspects, task.check_nans)
+            # Infinities of several groups may add up to NaN: then no group has failed.
+            if not failures:
+                break
+            failed |= failures
+            if not task.drop:
+                break
+            block = block.without_failed(failures)
+        # No single group raises: memory, a bug of the batched function, or an error
+        # that comes and goes. To drop groups for that would hide it.
+        if error is not None and (not failed or (task.drop and block.valid.any())):
+            raise error
+        if not block.valid.any() or (failed and not task.drop):
+            outs = []
+        partials, slices = outs[: stage.partials], outs[stage.partials :]
+        if partials and task.encode:
+            count = len(stage.reduces)
+            encoded = encode_partials(stage.reduces, partials[:count])
+            partials = [*encoded, *partials[count:]]
+        if stage.states and partials:
+            # Driver and combiners put the blocks' states in order by this index.
+            first = block.groups[np.flatnonzero(block.valid)[:1]]
+            states = partials[-stage.states :]
+            partials = [*partials[: -stage.states], first, *(x[None] for x in states)]
+        # Without the padding.
+        slices = [x[: len(block.groups)] for x in slices]
+        seconds = time.perf_counter() - start
+        return BlockResult(partials, slices, failed, os.getpid(), seconds)
+
+    def search(
+        self,
+        task: Task,
+        shared: list[np.ndarray],
+        begin: Callable[[int, int], None],
+    ) -> BlockResult:
+        """Run the groups of a block one by one, so that a slow one can be observed.
+
+        `begin` is called when a group begins, with its group index as both arguments.
+        Groups that are masked do not run, and errors of groups are ignored. The result
+        has no values.
+        """
+        start, block = time.perf_counter(), task.block
+        stage, compiled = self._stages[task.stage], None
+        with jax.enable_x64(self.file.x64):
+            for i in np.flatnonzero(block.valid):
+                function = stage.per_group
+                args = stage.args_of_group(block, shared, int(i))
+                # It is partial over the stage's constants: `lower` needs them too.
+                args = *function.args, *args
+                with suppress(Exception):  # `run` reports what fails
+                    # Compiling is no part of a group's time.
+                    compiled = compiled or function.func.lower(*args).compile()
+                    begin(int(block.groups[i]), int(block.groups[i]))
+                    # Dispatch is asynchronous: a group ends when its results are ready.
+                    jax.block_until_ready(compiled(*args))
+        return BlockResult([], [], {}, os.getpid(), time.perf_counter() - start)
+
+
+class CompiledStage:
+    """A local stage, whose exported functions are compiled when they are first used.
+
+    Attributes:
+      reduces: The `Reduce`s of the batched function's first outputs, which are partial
+        reductions.
+      states: How many outputs after these are leaves of folded states.
+      partials: `len(reduces) + states`: the number of the first outputs of the batched
+        function, which are combined over blocks. The outputs after them are slices.
+    """
+
+    def __init__(self, stage: Stage, reduces: Sequence[Reduce], states: int = 0):
+        self.stage, self.reduces, self.states = stage, reduces, states
+        self.partials = len(reduces) + states
+        encoded = [wire_of(reduce) is not None for reduce in reduces]
+        self._encoded = [*encoded, *[False] * states]
+        sources = itertools.compress(reduces, encoded)
+        self._encoded_sources = {reduce.source.name for reduce in sources}
+
+    @functools.cached_property
+    def batched(self) -> functools.partial:
+        """The function of a block of b groups, compiled.
+
+        It takes `(mask, groups, *inputs)`: which groups count in reductions, bool
+        `[b]`; the group indices, int32 `[b]`; and the inputs of the stage, in order:
+        slices `[b, ...]` of a partitioned one, the value of a global one. It returns
+        the partial reductions, then the leaves of the block's states for folds, `[*s]`,
+        then the slices `[b, ...]` of each output that is read later.
+        """
+        return self._compiled(batched_of(self.stage))
+
+    @functools.cached_property
+    def per_group(self) -> functools.partial:
+        """The function of one group, compiled.
+
+        It takes `(group, *inputs)`: the group index, int32 `[]`, and the inputs of the
+        stage, in order, of partitioned ones the group's slice. It returns all outputs
+        of the stage.
+        """
+        return self._compiled(exported_of(self.stage).per_group)
+
+    def _compiled(self, exported: ExportedFunction) -> functools.partial:
+        """Wrap an exported function of the stage in `jax.jit`; nothing compiles yet.
+
+        The constants of the stage, its first arguments, are bound in the result.
+        """
+        # The exported function itself, without the guards against vmap and grad.
+        compiled = jax.jit(exported.function.call)
+        return functools.partial(compiled, *exported_of(self.stage).consts)
+
+    def run_batch(
+        self, block: Block, shared: list[np.ndarray], size: int
+    ) -> list[np.ndarray]:
+        """Run the stage on a block, and wait for the results.
+
+        One group of the block takes part at least. The results are what `batched`
+        returns, as numpy arrays, for the block padded to `size` groups.
+        """
+        # One shape for all blocks, so that XLA compiles the stage once.
+        padded = block.padded(size)
+        args = self._inputs(shared, padded.slices)
+        # On the host now, so that an error of the device is raised in this block.
+        outs = self.batched(padded.valid, padded.groups, *args)
+        return [np.asarray(y) for y in outs]
+
+    def args_of_group(
+        self, block: Block, shared: list[np.ndarray], position: int
+    ) -> list[np.ndarray | np.generic]:
+        """Return what `per_group` takes for one group, by its position in the block."""
+        slices = [x[position] for x in block.slices]
+        return [block.groups[position], *self._inputs(shared, slices)]
+
+    def _inputs(
+        self, shared: list[np.ndarray], slices: list[np.ndarray]
+    ) -> list[np.ndarray]:
+        """Merge global and partitioned inputs into one list, in the stage's order.
+
+        The latter are slices of one group or of several.
+        """
+        shared_, slices_ = iter(shared), iter(slices)
+        inputs = self.stage.inputs
+        return [next(slices_ if v.partitioned else shared_) for v in inputs]
+
+    def has_nan(self, outs: list[np.ndarray], block: Block) -> bool:
+        """Return whether outputs of a block have a NaN, except for masked groups.
+
+        What `wire=` would make a NaN counts as one: an infinity of a sum with it.
+        `outs` is what `run_batch` returned for `block`, which is not padded. Partial
+        reductions and states are looked at as a whole; of slices, masked groups and
+        padding are ignored.
+        """
+        partials, slices = outs[: self.partials], outs[self.partials :]
+        return any(map(_has_nan, partials, self._encoded)) or any(
+            _has_nan(x[: len(block.groups)][block.valid]) for x in slices
+        )
+
+    def names_of_nans(self, outs: list[np.ndarray]) -> list[str]:
+        """Return the names of the outputs of the stage, of one group, that have a NaN.
+
+        What `wire=` would make a NaN counts as one, as in `has_nan`.
+        """
+        return [
+            value.name
+            for value, y in zip(self.stage.outputs, outs, strict=True)
+            if _has_nan(y, value.name in self._encoded_sources)
+        ]
+
+
+def _suspects(
+    stage: CompiledStage, block: Block, shared: list[np.ndarray], size: int
+) -> np.ndarray:
+    """Narrow down which groups of a block yield NaN, by halving the block.
+
+    The result is positions in the block, int `[k]`, in order: of all groups that yield
+    a NaN, and of some others. Parts of the block, which yields one, run with the other
+    groups masked. Halving ends at parts of 64 groups or fewer, and early if many groups
+    yield a NaN, as trying each group is then faster.
+    """
+    suspects, parts, left = [], [np.flatnonzero(block.valid)], _HALVINGS
+    while parts:
+        part = parts.pop()
+        if len(part) <= _FEW or left <= 0:
+            suspects.append(part)
+            continue
+        middle = len(part) // 2
+        for half in (part[middle:], part[:middle]):
+            # Masked, not cut: a smaller block would be compiled again.
+            only = block.without(~np.isin(np.arange(len(block.groups)), half))
+            left -= 1
+            if stage.has_nan(stage.run_batch(only, shared, size), only):
+                parts.append(half)
+    # No suspect: infinities of the two halves added up to NaN, and no group has one.
+    return np.sort(np.concatenate(suspects)) if suspects else np.zeros(0, int)
+
+
+def _failures(
+    stage: CompiledStage,
+    block: Block,
+    shared: list[np.ndarray],
+    suspects: np.ndarray,
+    check_nans: bool,
+) -> dict[int, str]:
+    """Run groups of a block one by one; return why some failed, by group index.
+
+    `suspects` are the positions in the block of the groups to run, int `[k]`.
+    """
+    failures = {}
+    for i in suspects:
+        # One group: an error has one possible cause.
+        args = stage.args_of_group(block, shared, int(i))
+        group = int(block.groups[i])
+        try:
+            outs = [np.asarray(y) for y in stage.per_group(*args)]
+        except Exception as error:
+            failures[group] = f"{type(error).__name__}: {error}"
+            continue
+        if check_nans and (names := stage.names_of_nans(outs)):
+            failures[group] = f"it yields NaN as {', '.join(names)}"
+    return failures
+
+
+def _has_nan(x: np.ndarray, encoded: bool = False) -> bool:
+    """Return whether an array has a NaN; False if its dtype has none.
+
+    If it will be encoded, or is added up and then encoded, whatever the encoding makes
+    a NaN of counts as one.
+    """
+    if encoded:
+        return not fits(x)
+    # Not numpy's `issubdtype`, to which bfloat16 is not inexact.
+    return jax.numpy.issubdtype(x.dtype, np.inexact) and bool(np.isnan(x).any())
+
+
+# ---------------------------------------------------------------------------------
+# In a worker's process
+
+_files: dict[str, LoadedPlan] = {}  # the latest last
+_state = WorkerState()
+_lock = threading.Lock()
+_skipped: set[int] = set()
+_MOST = 4
+
+
+def run(file: File, task: Task, shared: list[np.ndarray]) -> BlockResult:
+    """Run a task in this process: the entry point of a worker.
+
+    `shared` are the global inputs of the stage, in order. The four plan files that were
+    used last stay loaded and compiled. The result is empty, with `pid` 0, if the driver
+    has called `skip` for the task. What is raised is no single group's failure: the
+    stage failed.
+    """
+    # Its driver gave up; the pid 0 marks a result that does not count.
+    if task.number in _skipped:
+        _skipped.remove(task.number)
+        return BlockResult([], [], {}, 0, 0.0)
+    loaded = _loaded(file)
+
+    def begin(first: int, last: int) -> None:
+        _state.task, _state.since = task.number, time.time()
+        _state.groups = first, last
+
+    try:
+        if task.search:
+            return loaded.search(task, shared, begin)
+        begin(int(task.block.groups[0]), int(task.block.groups[-1]))
+        return loaded.run(task, shared)
+    finally:
+        _state.groups = None
+        # A `skip` may have come too late; its number would stay in the set forever.
+        _skipped.discard(task.number)
+
+
+def _loaded(file: File) -> LoadedPlan:
+    """Return the plan of a file, loading it unless it is one of the four used last.
+
+    The file then counts as the latest; of five loaded ones the least recently used is
+    forgotten, with its compiled stages.
+    """
+    with _lock:
+        loaded = _files.pop(file.key, None) or LoadedPlan(file)
+        # Back at the end: the least recently used file is the first.
+        _files[file.key] = loaded
+        while len(_files) > _MOST:
+            _files.pop(next(iter(_files)))
+    return loaded
+
+
+def demands(file: File, stage: int) -> list[int]:
+    """Return `LoadedPlan.demands` of a stage, an index as `Task.stage` is."""
+    return _loaded(file).demands[stage]
+
+
+def bounds(file: File, stage: int) -> list[float | None]:
+    """Return the `Reduce.bound` of each secure sum of a stage, as `demands` does."""
+    return _loaded(file).bounds[stage]
+
+
+def skip(number: int) -> None:
+    """Record that a task's result is not needed, so that `run` does not begin it.
+
+    `number` is the `Task.number`. A task that runs already is not stopped.
+    """
+    _skipped.add(number)  # without the lock, which is held while a file is loaded
+
+
+def state() -> WorkerState:
+    """Return what this process is doing now."""
+    return replace(_state, seconds=time.time() - _state.since)

@@ -1,0 +1,8 @@
+"""What only Ray needs: a pool whose workers are actors.
+
+adapter          `compile`, and the actors as a `Pool`
+actor            a worker as an object
+placement        which worker has which task
+resident_slices  slices that stay in Ray's object store, and need not be sent again
+process_exit     a process of Ray that ends when this one does
+"""

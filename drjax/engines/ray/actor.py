@@ -1,0 +1,123 @@
+"""A worker as an object, for engines whose workers are actors.
+
+Input: tasks, whose block has no slices, and the slices apart from them. Output:
+`BlockResult`s of `drjax.engines.core.worker.run`, and apart from them the slices
+that stay with the workers.
+
+Invariants: a message has only what is new to the worker: a plan file is sent once, and
+then named. The slices of a block are an argument of their own, as an engine may store
+them where the worker reads them without a copy.
+
+Sharp edges: `skip` and `state` must be answered while `run` runs, so an actor needs a
+second thread.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from drjax.engines.core import worker
+from drjax.engines.core.messages import BlockResult, File, Task, WorkerState
+from drjax.engines.slices.worker_slices import PiecesOfBlock
+
+Arrays = list[np.ndarray]
+_SMALL = 8 << 10  # bytes of a block that go into the message itself
+
+
+def without_slices(
+    name: str, task: Task, reference: Callable[..., Any]
+) -> tuple[Task, list[int | PiecesOfBlock], list[Any]]:
+    """Take the slices out of the block of a task, for `Worker.run`.
+
+    The result is `(task, sources, parts)`: a copy of the task with a block without
+    slices, and how to put them together again. `parts` has the slices: lists of arrays,
+    if all arrays of the block together have 8 KiB at most, else references, from the
+    method `ResidentSlices.reference`; and the engine's references to slices that
+    workers have. `sources` says for each partitioned input of the stage, in order,
+    where its slices are: an int is the index in `parts` of a list with one array
+    `[c, ...]`. A `PiecesOfBlock` says that workers have the slices: its `pieces` name
+    indices in `parts` in place of references.
+
+    `name` is that of the plan file.
+    """
+    block, parts, sources = task.block, [], []
+    arrays = [x for x in block.slices if not isinstance(x, PiecesOfBlock)]
+    small = sum(x.nbytes for x in arrays) <= _SMALL
+    groups = int(block.groups[0]), len(block.groups)
+    for i, x in enumerate(block.slices):
+        if isinstance(x, PiecesOfBlock):
+            # Only the pieces that the block needs, as others may be large.
+            used = [int(k) for k in np.unique(x.piece) if k >= 0]
+            places = {k: len(parts) + j for j, k in enumerate(used)}
+            pieces = [(places.get(k, -1), leaf) for k, (_, leaf) in enumerate(x.pieces)]
+            parts += [x.pieces[k][0] for k in used]
+            sources.append(replace(x, pieces=pieces))
+            continue
+        sources.append(len(parts))
+        # Which slices they are; whether they are the same is compared. Each input by
+        # itself, as one may change and another not, and for all rounds.
+        key = name, task.stage, i, *groups
+        parts.append([x] if small else reference(key, [x], groups))
+    return replace(task, block=replace(block, slices=[])), sources, parts
+
+
+class Worker:
+    """A worker of an engine whose workers are actors, such as Ray's; it runs blocks.
+
+    It stores the plan files that it receives by name, so that each is sent once.
+    """
+
+    def __init__(self):
+        self._files: dict[str, File] = {}
+
+    def run(
+        self,
+        name: str,
+        file: File | None,
+        task: Task,
+        sources: Sequence[int | PiecesOfBlock],
+        shared: Arrays,
+        *parts: Arrays,
+    ) -> BlockResult | tuple[BlockResult, Arrays]:
+        """Run one stage of the plan file `name` on one block of groups.
+
+        `file` is None if an earlier call passed the file of this name. The block of
+        `task` has no slices: `sources` and `parts` have them, as `without_slices`
+        returns them, but with the lists of arrays in place of references.
+
+        Unless `task.stay` is (), the result is a pair `(result, arrays)`: the result
+        without the slices for which `task.stay` is true, and a list of these, arrays
+        `[c, ...]`. The `BlockResult` has no values if `task.search` is true, if `skip`
+        was called for the task, or if a group failed and `task.drop` is false. If the
+        stage fails, and no single group does, the exception is raised.
+        """
+        # Before the task, which may be skipped: later tasks only name the file.
+        if file is not None:
+            self._files[name] = file
+        slices = [
+            parts[x][0] if isinstance(x, int) else x.assemble(parts.__getitem__)
+            for x in sources
+        ]
+        # The task came without its slices, which may be views of the shared store.
+        task = replace(task, block=replace(task.block, slices=slices))
+        # The worker module keeps the compiled stages of a file, by its key.
+        result = worker.run(self._files[name], task, shared)
+        if not task.stay:
+            return result
+        # A block without results has no slices.
+        pairs = [*zip(result.slices, task.stay, strict=not result.slices == [])]
+        rest = [x for x, stays in pairs if not stays]
+        return replace(result, slices=rest), [x for x, stays in pairs if stays]
+
+    def skip(self, number: int) -> None:
+        """Skip the task with this `Task.number`, as its result is not needed.
+
+        `run` then returns an empty `BlockResult`. A task that has begun is not stopped.
+        """
+        worker.skip(number)
+
+    def state(self) -> WorkerState:
+        """Return what the worker is doing, also while `run` runs in another thread."""
+        return worker.state()

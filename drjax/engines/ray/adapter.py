@@ -1,0 +1,419 @@
+"""The Ray backend: blocks of groups run in actors, which stay warm between rounds.
+
+Input: a plan and options. Output: a `Runner`. Each actor is a process that loads the
+plan's file once and compiles each stage once.
+
+Retries: an actor that dies is replaced, and `engine/pool_scheduler.py` runs its blocks
+again on other actors, at most `retries=` times (`engine/options.py`).
+
+Invariants: Ray that was started here is shut down when the last `Actors` closes; Ray
+that ran before is left alone. Ray is used through `_Connection.live`, which raises once
+the raylet has ended: any other use would end the driver.
+
+Sharp edges: slices of inputs stay in Ray's object store until the workers are closed,
+in up to a quarter of it; what workers read from each other is there for a round. A
+canceled task can block an actor, so tasks are skipped, never canceled. A task at work
+when a call fails goes on to its end.
+"""
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from types import ModuleType
+from typing import Any, TypeAlias
+
+from drjax._errors import EngineError
+from drjax.engines.core import pool_scheduler
+from drjax.engines.core.driver import Runner
+from drjax.engines.core.extras import needed
+from drjax.engines.core.messages import BlockResult, Task, WorkerState
+from drjax.engines.core.options import EngineOptions, checked_integer
+from drjax.engines.core.protocols import Lost, Results, StageCall
+from drjax.engines.ray.actor import Worker, without_slices
+from drjax.engines.ray.placement import Placement
+from drjax.engines.ray.process_exit import ListeningProcess
+from drjax.engines.ray.resident_slices import ResidentSlices
+from drjax.engines.slices.worker_slices import LOST, Keeping
+from drjax.plan import Plan
+
+# Of Ray, which users may lack.
+ObjectRef: TypeAlias = Any
+ActorHandle: TypeAlias = Any
+
+_START = 120  # seconds for all workers to start
+_ANSWER = 10  # seconds for a worker to say what it does
+_LOOK = 1.0  # seconds between looks whether Ray is still there
+_INLINE = 64 << 10  # bytes that go into the message itself
+_RESIDENT = 0.25  # of the object store, for slices that are the same in each round
+_ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"  # many workers share the cores
+
+
+def compile(
+    plan: Plan,
+    *,
+    workers: "int | Actors" = 2,
+    address: str | None = None,
+    ray_options: dict[str, Any] | None = None,
+    keep: dict[Any, Any] | None = None,
+    **options: Any,
+) -> Runner:
+    """A function that runs the plan on Ray.
+
+    Ray is started on this machine, unless the process is connected already or an
+    address is given.
+
+    Args:
+      plan: The plan.
+      workers: The number of actors; or `Actors`, which several plans may share, and
+        which the caller closes.
+      address: The address of a Ray cluster, as for `ray.init`.
+      ray_options: Options of the actors, as for an actor's `.options()`: `num_gpus`,
+        `resources`, `runtime_env`, ... Default: one CPU each.
+      keep: Which partitioned results are arguments of the next call: a dict from
+        results to arguments. `{1: 0}` means that element 1 of what the function returns
+        is positional argument 0 of the next call, both counted from 0. The function
+        returns a `Kept` for each, whose slices stay in Ray's object store, where
+        workers read them.
+      **options: See `drjax.backends.EngineOptions`: `block_size`, `on_error`,
+        `min_groups`, `check_nans`, `timeout`, `retries`, `checkpoint`, `progress`.
+
+    Returns:
+      A `drjax.engines.core.driver.Runner` with the signature of the planned
+      function. Close it, or use it in a `with` block.
+
+    Raises:
+      EngineError: Ray is not installed; (when called) a group failed, or too few
+        survive.
+      DrjaxTypeError, DrjaxValueError: A wrong option; the plan has a secure sum.
+
+    Example:
+      >>> import drjax, jax.numpy as jnp
+      >>> import drjax.backends.ray
+      >>> mean = drjax.program(clients=4)(drjax.reduce_mean)
+      >>> plan = drjax.make_plan(mean)(jnp.arange(4.0))
+      >>> with drjax.backends.ray.compile(plan, workers=2) as run:
+      ...     print(run(jnp.arange(4.0)))
+      1.5
+    """
+    owner = not isinstance(workers, Actors)
+    actors = Actors(workers, address, ray_options) if owner else workers
+    return Runner(plan, actors, EngineOptions.checked(**options), owner, keep=keep)
+
+
+class _Connection:
+    """The connection of a pool to Ray, which runs already or is started.
+
+    `address` None: Ray on this machine, which is started if this process is not
+    connected to one. `on_end` is called when the raylet (Ray's process on this machine)
+    has ended by itself, and all actors with it.
+
+    Attributes:
+      module: The module `ray`. For anything that talks to the raylet use `live()`.
+      store_bytes: The size of the object store on this machine; 0 if not connected.
+    """
+
+    def __init__(self, address: str | None, on_end: Callable[[], None]):
+        self.module = needed("ray", "ray", "drjax.backends.ray")
+        self.store_bytes = 0.0
+        self._address, self._on_end = address, on_end
+        self._raylet: ListeningProcess | None = None
+
+    def open(self, workers: int) -> None:
+        """Connect this process to Ray, or start Ray, unless it is connected already.
+
+        The connection is added to `_open`, those in use. Ray is started if the
+        connection has no address, with at least one CPU for each worker; it is shut
+        down when the last connection of this process closes. `EngineError`: the raylet
+        of an earlier `open` has ended.
+        """
+        ray = self.live()
+        _open.add(self)
+        if not ray.is_initialized():
+            ours = self._address is None
+            settings = {"address": self._address}
+            if ours:  # a machine may have fewer cores than workers
+                cores = max(workers, os.cpu_count() or 1)
+                settings = {"num_cpus": cores, "include_dashboard": False}
+            with warnings.catch_warnings():  # Ray forks, but only to start programs
+                warnings.filterwarnings("ignore", "os.fork")
+                ray.init(log_to_driver=False, **settings)
+            if ours:
+                # Ray that we started is shut down again by the last one to close.
+                _starters.add(self)
+        for node in ray.nodes():
+            if node["NodeID"] == ray.get_runtime_context().get_node_id():
+                # Ray's client would end this process when the raylet dies.
+                self._raylet = ListeningProcess(node["RayletSocketName"])
+                self.store_bytes = node["Resources"].get("object_store_memory", 0)
+
+    def live(self) -> ModuleType:
+        """Return the module `ray`, if the raylet still runs; else raise `EngineError`.
+
+        The raylet is Ray's process on this machine. If it has ended, any use of the
+        module would end this process. Before the error is raised, all connections of
+        this process are reset, their function `on_end` is called, and Ray is shut down,
+        so that the next `open` starts or joins it again.
+        """
+        if self._raylet is not None and self._raylet.ended():
+            # All connections of the process use one raylet: its end is theirs.
+            for connection in [*_open]:
+                connection.reset()
+                connection._on_end()
+            _open.clear()
+            _starters.clear()
+            # Then `is_initialized` is false, so that the next `open` starts Ray again.
+            self.module.shutdown()
+            raise EngineError(
+                "The raylet, Ray's process on this machine, has ended, and the workers "
+                "with it. It was killed, or the machine had too little memory: see "
+                "raylet.out in /tmp/ray/session_latest/logs. The next call starts "
+                "Ray again, unless an address was given to compile."
+            )
+        return self.module
+
+    def wait(
+        self, handles: Sequence[ObjectRef], count: int, timeout: float | None
+    ) -> tuple[list[ObjectRef], list[ObjectRef]]:
+        """Wait until `count` results are done, or the time, in seconds, is over.
+
+        The result is `(done, not done)`; `done` has at most `count` references.
+        """
+        end = float("inf") if timeout is None else time.monotonic() + timeout
+        while True:
+            # Short waits: only between them can a dead raylet be noticed.
+            look = max(0.0, min(_LOOK, end - time.monotonic()))
+            waited = self.live().wait([*handles], num_returns=count, timeout=look)
+            if len(waited[0]) == count or time.monotonic() >= end:
+                return waited
+
+    def reset(self) -> None:
+        """Stop watching the raylet, Ray's process on this machine; Ray itself runs on.
+
+        `store_bytes` is 0 from then on: not connected.
+        """
+        self.store_bytes = 0.0
+        if self._raylet is not None:
+            self._raylet.close()
+            self._raylet = None
+
+    def close(self) -> None:
+        """Stop using Ray: reset this connection, and remove it from those in use.
+
+        Ray is shut down if this process started it and no other connection is in use.
+        """
+        self.reset()
+        _open.discard(self)
+        if _starters and not _open:
+            self.module.shutdown()
+            _starters.clear()
+
+
+# Connections of this process: those that are in use, and those that have started Ray.
+_open, _starters = set[_Connection](), set[_Connection]()
+
+
+class Actors(Keeping):
+    """Workers as Ray actors: a `drjax.engines.core.protocols.Pool`.
+
+    Args:
+      workers: The number of actors.
+      address: The address of a Ray cluster, as for `ray.init`. Default: Ray on this
+        machine, which is started if the process is not connected to one.
+      ray_options: A dict of options of the actors, as for an actor's `.options()`:
+        `num_gpus`, `resources`, `runtime_env`, ... Default: one CPU each.
+
+    Attributes:
+      workers: The number of actors.
+      generation: An int that grows when actors are started and when they are ended.
+      stays: `"kept"`: results that are kept, and slices that workers read from each
+        other, are objects in the store.
+
+    Raises:
+      DrjaxValueError: `workers` is no integer from 1.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        address: str | None = None,
+        ray_options: dict[str, Any] | None = None,
+    ):
+        self.workers = checked_integer("workers", workers, 1)
+        self.generation, self.stays = 0, "kept"
+        self._options: dict[str, Any] = ray_options or {}
+        self._connection = _Connection(address, self._reset)
+        self._ray = self._connection.module
+        self._reset()
+
+    def _reset(self, limit: float = 0) -> None:
+        """Clear the records of actors, tasks and stored slices; no actor is ended.
+
+        `generation` grows by 1: it tells the driver that slices and objects of the
+        former actors are gone. From now on, `limit` bytes of slices may stay in the
+        object store, so that later rounds do not send them again.
+        """
+        # Objects that were shared with the former actors are gone with them.
+        self.generation += 1
+        self._placement = Placement()
+        put = lambda slices: self._connection.live().put(slices)
+        self._slices = ResidentSlices(put, self.read, limit)
+        self._staying: dict[Any, Any] = {}  # by the handle of a task in flight
+
+    # -----------------------------------------------------------------------------
+    # Workers
+
+    def open(self) -> None:
+        ray = self._connection.live()
+        # Warm: both the actors and the Ray in which they live.
+        if self._placement.workers and ray.is_initialized():
+            return
+        self._connection.reset()
+        self._connection.open(self.workers)
+        self._reset(_RESIDENT * self._connection.store_bytes)
+        self._placement = Placement(self._start() for _ in range(self.workers))
+        self._wait_until_started(self._placement.workers)
+
+    def _start(self) -> ActorHandle:
+        """Start an actor, without waiting; return Ray's handle of the actor.
+
+        Ray delays the start of an actor until the resources for it are free. The actor
+        is not recorded: the caller does that.
+        """
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {_ONE_THREAD}".strip()
+        # A single worker may use all cores.
+        environment = {"env_vars": {"XLA_FLAGS": flags} if self.workers > 1 else {}}
+        # The user's options come last: they replace these, `runtime_env` included.
+        options = {"num_cpus": 1, "runtime_env": environment, **self._options}
+        # A second thread in each actor, to answer `state` while `run` runs.
+        kind = self._connection.live().remote(concurrency_groups={"asked": 1})(Worker)
+        # No restarts by Ray: a new actor must be sent the plan file again.
+        return kind.options(max_restarts=0, **options).remote()
+
+    def _wait_until_started(self, actors: list[ActorHandle]) -> None:
+        """Wait until all of these actors have started and answered.
+
+        If some did not within 120 seconds, for lack of resources, this pool is closed,
+        and an `EngineError` is raised; as it is if the raylet has ended.
+        """
+        ready = [_ask(actor.state) for actor in actors]
+        # Ray queues actors for which it has no resources, without an error.
+        if self._connection.wait(ready, len(ready), _START)[1]:
+            resources = self._ray.cluster_resources()
+            self.close()
+            raise EngineError(
+                f"{self.workers} workers did not start on Ray within {_START} s. Its "
+                f"resources are {resources}, of which others have some: "
+                'ask for fewer workers, or for less by ray_options={"num_cpus": ...}.'
+            )
+        # A call that failed is ready, too: `get` raises why its actor did not start.
+        self._ray.get(ready)
+
+    def _replace(self, actor: ActorHandle) -> None:
+        """Kill an actor that is dead or too slow, and wait until another has started.
+
+        The new one takes its place in `self._placement.workers`, the list of current
+        actors. If the actor is not in this list, it was replaced already, and nothing
+        happens.
+        """
+        if actor not in self._placement.workers:
+            return  # it was replaced already
+        # What is taken for dead may live, and would keep what the next one needs.
+        self._ray.kill(actor)
+        new = self._start()
+        self._placement.replace(actor, new)
+        self._wait_until_started([new])  # its start is no part of a block's time
+
+    def states(self) -> list[WorkerState]:
+        states, errors = [], self._ray.exceptions
+        for state in [_ask(actor.state) for actor in self._placement.workers]:
+            # It is being replaced, or has no time to answer.
+            with suppress(errors.RayActorError, errors.GetTimeoutError):
+                states.append(self._ray.get(state, timeout=_ANSWER))
+        return states
+
+    def close(self) -> None:
+        for actor in self._placement.workers if self._ray.is_initialized() else ():
+            self._ray.kill(actor)
+        self._reset()
+        self._connection.close()
+
+    # -----------------------------------------------------------------------------
+    # Objects in the object store
+
+    def share(self, x: Any) -> Any:
+        # Small arrays go with the message: the object store costs more than it saves.
+        if isinstance(x, list) and sum(y.nbytes for y in x) <= _INLINE:
+            return x
+        return self._connection.live().put(x)
+
+    def read(self, reference: ObjectRef) -> Any:
+        """Read an object of Ray's object store; wait until it is there.
+
+        Its arrays are read-only views of the object store. `EngineError`: it is lost.
+        """
+        try:
+            return self._connection.live().get(reference)
+        except self._ray.exceptions.ObjectLostError as error:
+            raise EngineError(LOST) from error
+
+    # -----------------------------------------------------------------------------
+    # Tasks
+
+    def results(self, call: StageCall) -> Results:
+        # What begins behind what a failed call has left at work would seem late.
+        wait = self._connection.wait
+        self._placement.settle(wait, self._replace, call.options.timeout)
+        self._slices.begin()
+        self._staying.clear()  # of tasks that a failed call has left
+        return pool_scheduler.results(self, call)
+
+    def submit(self, task: Task, file: ObjectRef, shared: Any) -> ObjectRef:
+        # First: if the raylet has ended, this clears the placement and raises.
+        self._connection.live()
+        actor, name = self._placement.least_loaded(), file.hex()
+        # Apart from the task, as Ray resolves references only in arguments.
+        task, sources, parts = without_slices(name, task, self._slices.reference)
+        to_send = file if self._placement.first_use(actor, name) else None
+        run = actor.run.options(num_returns=1 + bool(task.stay))
+        refs = run.remote(name, to_send, task, sources, shared, *parts)
+        handle, self._staying[handle] = refs if task.stay else (refs, None)
+        self._placement.submitted(handle, actor, task.number)
+        return handle
+
+    def wait(
+        self, handles: Sequence[ObjectRef], timeout: float | None
+    ) -> Sequence[ObjectRef]:
+        return self._connection.wait(handles, 1, timeout)[0]
+
+    def result(self, handle: ObjectRef) -> BlockResult:
+        actor, errors = self._placement.finished(handle), self._ray.exceptions
+        try:
+            return replace(self.read(handle), piece=self._staying.pop(handle))
+        # The worker is gone, not the group wrong: others may do the block.
+        except (errors.RayActorError, errors.OutOfMemoryError) as error:
+            self._replace(actor)
+            # The rest is Ray's own advice, many lines of it.
+            why = f"a worker died: {str(error).strip().splitlines()[0]}"
+            raise Lost(why) from error
+
+    def abandon(self, handle: ObjectRef) -> None:
+        self._replace(self._placement.finished(handle))
+
+    def forget(self, handle: ObjectRef) -> None:
+        # Not by ray.cancel: an actor may then wait for the place of the canceled task
+        # in the order of its tasks forever, and is taken for dead.
+        task = self._placement.abandon(handle)
+        if task is not None:  # and Ray has not ended
+            _ask(task.worker.skip, task.number)
+
+
+def _ask(method: Any, *args: Any) -> ObjectRef:
+    """Call a method of an actor in its second thread, without waiting for the result.
+
+    So the actor can answer while its first thread runs a task. `method` is that of the
+    actor's handle, as `actor.state`.
+    """
+    return method.options(concurrency_group="asked").remote(*args)

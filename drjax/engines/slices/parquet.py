@@ -1,0 +1,350 @@
+"""Parquet files as the groups' data: one row of the files for each group.
+
+Input: paths or URLs of files. Output: a `Parquet`, the `Groups` that read them.
+
+Invariants: groups are the rows, in the order of the files' names; a row becomes numpy
+arrays without a Python object for each number. On Beam each row group of
+a file is read by one worker.
+
+Sharp edges: values with nulls fit no plan, so that their group fails. Columns of ragged
+lists are slow to read.
+"""
+
+import bisect
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from drjax import _storage
+from drjax._compat.types import PyTree
+from drjax._errors import DrjaxValueError
+from drjax.engines.core.extras import needed
+from drjax.engines.slices.groups import Groups
+
+# Of pyarrow, which users may lack. A plain column has values and lists, nested to any
+# depth: no dictionaries, no extension types.
+RecordBatch: TypeAlias = Any
+Column: TypeAlias = Any  # a `pyarrow.Array`
+DataType: TypeAlias = Any
+
+
+class Parquet(Groups):
+    """Groups from Parquet files: one row of a table for each group.
+
+    Files are read in the order of their names and by batches of rows, so that memory
+    does not grow with the number of groups. If workers read the files (on Beam), each
+    *row group* of a file is read by one worker. A group whose row cannot be read fails,
+    like a group whose data does not fit the plan. Needs pyarrow.
+
+    Args:
+      pattern: A pattern of file names, as for `glob.glob`; or of URLs, such as
+        `gs://bucket/groups-*.parquet`, of any file system that fsspec knows.
+      columns: A function from a group's values by column name to the group's pytree.
+        The values are numpy arrays or scalars; columns of lists, nested to any depth,
+        have arrays, and so have those of tensors (Arrow's, and Hugging Face's);
+        categories are decoded. What it does not read is not decoded. Default: the
+        pytree is the dict of these values, or the value of the only column.
+
+    Raises:
+      EngineError: pyarrow is not installed.
+      DrjaxValueError: No file matches, or a file is no Parquet file.
+
+    Example:
+      >>> import os, tempfile
+      >>> import drjax, jax.numpy as jnp, numpy as np
+      >>> import pyarrow as pa, pyarrow.parquet
+      >>> mean = drjax.program(clients=4)(drjax.reduce_mean)
+      >>> plan = drjax.make_plan(mean)({"x": jnp.zeros(4), "y": jnp.zeros((4, 2))})
+      >>> columns = {"x": np.arange(4, dtype="float32"), "y": [[0.0, 1.0]] * 4}
+      >>> schema = pa.schema({"x": pa.float32(), "y": pa.list_(pa.float32())})
+      >>> run = drjax.backends.in_process.compile(plan)
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     path = os.path.join(folder, "groups-0.parquet")
+      ...     pyarrow.parquet.write_table(pa.table(columns, schema), path)
+      ...     print(run(drjax.backends.Parquet(path))["y"])
+      [0. 1.]
+    """
+
+    def __init__(
+        self,
+        pattern: str | os.PathLike[str],
+        columns: Callable[[Any], Any] | None = None,
+    ):
+        self._reader = _parquet()
+        self.columns = columns
+        try:
+            paths = _storage.list_files(_storage.locate(pattern))
+        except (ImportError, OSError, TypeError, ValueError) as error:
+            raise DrjaxValueError(
+                f"The files {pattern} cannot be listed: {error}. Give a pattern of "
+                "names that can be read here."
+            ) from error
+        if not paths:
+            raise DrjaxValueError(
+                f"There is no file {pattern}: give a pattern of names."
+            )
+        self._parts: list[tuple[str, int, int]] = []  # path, row group, first row
+        self._bounds = [0]
+        for path in paths:
+            try:
+                system, name = _storage.file_system_of(path)
+                # Only the footer: bounds of row groups, without any data.
+                metadata = self._reader.read_metadata(name, filesystem=system)
+            except Exception as error:
+                raise DrjaxValueError(f"{path} is no Parquet file: {error}") from error
+            for part in range(metadata.num_row_groups):
+                self._parts.append((path, part, self._bounds[-1]))
+                rows = metadata.row_group(part).num_rows
+                self._bounds.append(self._bounds[-1] + rows)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Modules cannot be pickled.
+        return {k: v for k, v in self.__dict__.items() if k != "_reader"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _reader=_parquet())
+
+    def bounds(self) -> list[int]:
+        return self._bounds
+
+    def identity(self) -> str:
+        paths = sorted({path for path, *_ in self._parts})
+        return str([(path, _storage.file_size(path)) for path in paths])
+
+    def starting(self, group: int) -> Iterator[Any]:
+        # The row group that has this group; earlier files are not opened.
+        # Bounds are equal if a row group is empty: `bisect_right` takes the last of
+        # them.
+        i = bisect.bisect_right(self._bounds, group) - 1
+        for (path, part, first), end in zip(
+            self._parts[i:], self._bounds[i + 1 :], strict=True
+        ):
+            rows = self._rows(path, part, end - first)
+            yield from itertools.islice(rows, max(0, group - first), None)
+
+    def _rows(self, path: str, part: int, count: int) -> Iterator[PyTree]:
+        """Read one row group of a Parquet file lazily; each row is a group's pytree.
+
+        A row group is a range of rows that a Parquet file stores together: `part` is
+        its index in the file, and `count` the number of its rows, by the file's footer.
+        For each row that cannot be read, and each for which the option `columns`
+        raised, there is a `DrjaxValueError` in its place, not raised.
+        """
+        count_read = 0
+        try:
+            system, name = _storage.file_system_of(path)
+            with self._reader.ParquetFile(name, filesystem=system) as file:
+                for batch in file.iter_batches(1024, row_groups=[part]):
+                    columns = _Columns(batch)
+                    for index in range(batch.num_rows):
+                        yield self._group(_Row(columns, index))
+                        count_read += 1
+        except Exception as error:
+            text = f"it cannot be read from {path}, row group {part}: {error}"
+            # The file's footer says how many rows are lost, so that later ones keep
+            # their group index.
+            yield from itertools.repeat(DrjaxValueError(text), count - count_read)
+
+    def _group(self, row: "_Row") -> PyTree:
+        """Convert a row of the table to the pytree of its group.
+
+        Without the option `columns` it is a dict, or the value of the only column. If
+        `columns` raises, it is a `DrjaxValueError`, which is not raised, so that this
+        group alone fails.
+        """
+        if self.columns is None:
+            return dict(row) if len(row) > 1 else next(iter(row.values()))
+        try:
+            # JAX knows dicts as pytrees, but not the row.
+            return jax.tree.map(_as_dict, self.columns(row))
+        except Exception as error:
+            text = f"its columns give {type(error).__name__}: {error}"
+            return DrjaxValueError(text)
+
+
+def _parquet() -> Any:
+    """Import and return the module `pyarrow.parquet`."""
+    return needed("pyarrow.parquet", "ray", "Reading Parquet files")
+
+
+class _Columns:
+    """A batch of rows of an Arrow table; a column is decoded when it is asked for."""
+
+    def __init__(self, batch: RecordBatch):
+        self.names, self._batch = batch.schema.names, batch
+        self._decoded: dict[str, Any] = {}
+
+    def cells(self, name: str) -> np.ndarray | list[np.ndarray]:
+        """Return the values of a column as numpy: `_cells`, computed once."""
+        if name not in self._decoded:
+            # By position, as a table may have two columns of one name: the last counts.
+            last = len(self.names) - 1 - self.names[::-1].index(name)
+            self._decoded[name] = _cells(_plain(self._batch.columns[last]))
+        return self._decoded[name]
+
+
+class _Row(MutableMapping):
+    """One row of a table, like a dict from names of columns to numpy arrays.
+
+    A column that is never asked for is never decoded, whatever its type.
+    """
+
+    def __init__(self, columns: _Columns, index: int):
+        self._columns, self._index = columns, index
+        self._own: dict[str, Any] = dict.fromkeys(columns.names, _UNREAD)
+
+    def __getitem__(self, name: str) -> Any:
+        if self._own[name] is _UNREAD:
+            self._own[name] = self._columns.cells(name)[self._index]
+        return self._own[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._own[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._own[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._own)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def __or__(self, other: Any) -> dict[str, Any]:
+        return {**self, **other}
+
+    def __ror__(self, other: Any) -> dict[str, Any]:
+        return {**other, **self}
+
+    def copy(self) -> dict[str, Any]:
+        """Return a dict with all columns."""
+        return dict(self)
+
+
+_UNREAD = object()
+
+
+def _as_dict(x: PyTree) -> PyTree:
+    """Return a row as a dict, and anything else as it is."""
+    return dict(x) if isinstance(x, _Row) else x
+
+
+def _plain(column: Column) -> Column:
+    """Convert a column to plain values and lists: no dictionaries, no extensions.
+
+    Categories are decoded. Extension types are read as their storage: the arrays of
+    Hugging Face are lists, and so are tensors, whose shape is restored.
+    """
+    kind, arrow = column.type, needed("pyarrow", "ray", "Reading Parquet files")
+    if arrow.types.is_dictionary(kind):
+        return _plain(column.dictionary_decode())
+    if isinstance(kind, arrow.BaseExtensionType):
+        plain = _plain(column.storage)
+        if isinstance(kind, arrow.FixedShapeTensorType):
+            order = kind.permutation or range(len(kind.shape))
+            if [*order] != [*range(len(kind.shape))]:
+                raise ValueError(f"a tensor column with permuted dimensions {order}")
+            return _in_lists(plain, [*kind.shape][1:])
+        return plain
+    if not hasattr(kind, "value_field") or not hasattr(kind, "value_type"):
+        return column
+    values = _plain(column.values)
+    if values is column.values:
+        return column
+    if hasattr(kind, "list_size"):
+        values = _of_its_lists(column, values)
+        return type(column).from_arrays(values, kind.list_size, **_nulls(column))
+    return type(column).from_arrays(column.offsets, values, **_nulls(column))
+
+
+def _of_its_lists(column: Column, values: Column) -> Column:
+    """Slice the values of lists of one size as their column is a slice of another."""
+    size = column.type.list_size
+    first = column.offset * size
+    return values[first : first + len(column) * size]
+
+
+def _nulls(column: Column) -> dict[str, Any]:
+    return {"mask": column.is_null()} if column.null_count else {}
+
+
+def _in_lists(column: Column, sizes: list[int]) -> Column:
+    """Split the lists of a column into lists of lists, of these sizes."""
+    if not sizes:
+        return column
+    arrow = needed("pyarrow", "ray", "Reading Parquet files")
+    inner = _of_its_lists(column, column.values)
+    for extent in reversed(sizes):
+        inner = arrow.FixedSizeListArray.from_arrays(inner, extent)
+    outer = column.type.list_size // math.prod(sizes)
+    return arrow.FixedSizeListArray.from_arrays(inner, outer, **_nulls(column))
+
+
+def _cells(column: Column) -> np.ndarray | list[np.ndarray]:
+    """Convert a plain column of an Arrow table to numpy: one value for each row.
+
+    The values are an array `[rows, ...]`; or a list with one array for each row, if
+    lists differ in length or the column has nulls.
+    """
+    part = column
+    while hasattr(part.type, "value_type"):
+        lengths = part.value_lengths()
+        # Ragged lists have no shape: each is an array of its own.
+        # `flatten` leaves null lists out: values after them would move up by a row.
+        if part.null_count or len(lengths.unique()) > 1:
+            return _one_by_one(column)
+        part = part.flatten()
+    return _one_by_one(column) if part.null_count else _array(column)
+
+
+def _one_by_one(column: Column) -> list[np.ndarray]:
+    """Convert a column of an Arrow table to a list: one numpy array for each row.
+
+    A value with nulls, and one whose lists differ in length, is an array of dtype
+    object, which fits no plan.
+    """
+    arrow_type = column.type
+    while hasattr(arrow_type, "value_type"):
+        arrow_type = arrow_type.value_type
+    # Slow, but only where lists differ in length or have nulls.
+    return [_row_to_numpy(value, arrow_type) for value in column.to_pylist()]
+
+
+def _row_to_numpy(value: object, arrow_type: DataType) -> np.ndarray:
+    """Convert one row's value of an Arrow column, as of `to_pylist`, to numpy.
+
+    If the value is None, has a None, or has lists that differ in length, the array has
+    dtype object, which fits no plan, so that this group alone fails. `arrow_type` is
+    that of the innermost values.
+    """
+    try:
+        x = np.asarray(value)
+    except ValueError:
+        # Its lists differ in length. This group alone must fail: an error would be
+        # that of all rows of the row group.
+        return np.array(None, object)
+    # Python numbers have no width: numpy reads them as int64 and float64.
+    return x if x.dtype == object else x.astype(arrow_type.to_pandas_dtype())
+
+
+def _array(column: Column) -> np.ndarray:
+    """Convert a column of an Arrow table to one numpy array `[rows, ...]`.
+
+    It creates no Python object for each number. The column is plain, without nulls, and
+    all lists of one depth have the same length.
+    """
+    rows = count = len(column)
+    shape = []
+    while hasattr(column.type, "value_type"):  # lists, of one length
+        column = column.flatten()
+        shape.append(len(column) // max(1, count))
+        count = len(column)
+    # Arrow stores bools as bits, which numpy cannot view without a copy.
+    flat = column.to_numpy(zero_copy_only=False)
+    # Not from the length of `flat`: of empty lists it is 0, however many there are.
+    return flat.reshape(rows, *shape)

@@ -1,0 +1,102 @@
+"""How many groups a block has by default.
+
+Covers: drjax.engines.core.block_size.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import drjax
+from drjax.backends import in_process
+from drjax.engines.core.block_size import BlockSize
+from drjax.engines.core.driver import Runner
+from drjax.engines.core.messages import BlockResult
+from drjax.engines.core.options import EngineOptions
+from drjax.engines.in_process.adapter import InProcess
+from tests.helpers.conformance import slices_for, survivors, weighted_plan
+
+pytestmark = pytest.mark.usefixtures("leaks_unchecked")
+
+
+def block_size(n, *, floats=1, results=1, workers=2, timeout=None) -> BlockSize:
+    """That of a stage with so many floats of inputs and results for each group."""
+
+    @drjax.program(clients=n)
+    def total(scale, x):
+        work = lambda s, x: jnp.zeros(results) + s * x.sum()
+        return drjax.reduce_sum(drjax.map_fn(work, (drjax.broadcast(scale), x)))
+
+    slices = jax.ShapeDtypeStruct((n, floats), jnp.float32)
+    plan = drjax.make_plan(total)(jnp.float32(1), slices)
+    return BlockSize(plan.rounds[0], n, workers, timeout)
+
+
+def took(seconds, pids=(1, 2), blocks=2) -> list[BlockResult]:
+    return [
+        BlockResult([], [], {}, pid, seconds) for _ in range(blocks) for pid in pids
+    ]
+
+
+def test_by_bytes_of_inputs_and_results():
+    assert block_size(1000).value == 125  # four for each worker
+    assert block_size(1_000_000, floats=8).value == 65536  # 256 bytes at least
+    assert block_size(1000, floats=1_000_000).value == 4
+    assert block_size(1000, results=1_000_000).value == 4
+    assert block_size(100, floats=25_000_000).value == 1
+    assert block_size(100, results=25_000_000).value == 3  # fewer partial reductions
+    assert block_size(3).value == 1
+
+
+def test_by_time_of_blocks():
+    size = block_size(1000)
+    size.measure(took(3.0, blocks=1))  # the first block of a worker is compiled
+    assert size.value == 125
+    size.measure(took(0.001))
+    assert size.value == 500  # one for each worker
+    size.measure(took(0.001))
+    assert size.value == 500
+    size = block_size(1000)
+    size.measure(took(0.01))
+    assert size.value == 250
+    size = block_size(1000)
+    size.measure(took(0.5))
+    assert size.value == 125
+    size.measure(took(25.0))
+    assert size.value == 12
+    size = block_size(1000, timeout=8.0)
+    size.measure(took(4.0))
+    assert size.value == 31
+    size = block_size(1000, floats=1_000_000)
+    size.measure(took(0.001))
+    assert size.value == 4  # in bytes it is enough
+
+
+def test_it_changes_seldom():
+    size = block_size(4000)
+    for seconds in (12.0, 60.0, 0.001, 100.0, 0.001):  # of a busy machine
+        size.measure(took(seconds))
+    assert size.value == 4  # 500, 104, 4
+
+
+def test_later_rounds_have_fewer_blocks():
+    class Quick(InProcess):
+        """Blocks that take a millisecond, in two workers."""
+
+        def submit(self, task, file, shared):
+            handle = super().submit(task, file, shared)
+            handle.result = replace(handle.result, seconds=1e-3)
+            return handle
+
+    n, args = 64, (np.float32(2), slices_for(64))
+    run = Runner(weighted_plan(n), Quick(2), EngineOptions.checked())
+    for blocks in (8, 2):
+        survivors(run(*args), np.ones(n, bool))
+        assert [stage.blocks for stage in run.report.stages] == [blocks] * 2
+    run = in_process.compile(weighted_plan(n), block_size=5)
+    for _ in range(2):
+        run(*args)
+        assert [stage.blocks for stage in run.report.stages] == [13] * 2
