@@ -5,9 +5,11 @@ in_process, ray, beam, flower engines: `compile` takes the fields of `EngineOpti
 Groups, Parquet               arguments of engines that are made group by group
 Kept                          handles of results that stay with their groups (`kept`)
 
-What they share: `_interpret_plan`, the loop over the rounds of a plan; `_python_loops`,
-the loops and branches of a plan whose bodies communicate, stepped by Python;
-`_all_columns`, functions of one coordinate, for all coordinates at once; and
+Engines are in `drjax/engines`: here are modules with their public names.
+
+What backends share: `_interpret_plan`, the loop over the rounds of a plan;
+`_python_loops`, the loops and branches of a plan whose bodies communicate, stepped by
+Python; `_all_columns`, functions of one coordinate, for all coordinates at once; and
 `_locate_failure`, the user's line at which a stage raises or yields a NaN.
 """
 

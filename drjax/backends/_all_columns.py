@@ -7,7 +7,7 @@ function of one coordinate.
 Invariants: results are those of `jax.vmap` over the coordinates, also of a plan from a
 file, whose stage has a batched function.
 
-Sharp edges: engines with workers need not call it: see `engine/coordinates.py`.
+Sharp edges: engines with workers need not call it: see `engines/slices/coordinates.py`.
 """
 
 from collections.abc import Callable, Sequence

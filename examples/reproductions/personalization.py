@@ -254,8 +254,8 @@ def main(config: Config) -> results.Results:
             f"{examples} examples to train on and {config.tests} to test.",
             "Only shared layers are sent. Fine-tuning is of all layers, by the epochs "
             "of one round.",
-            "On Flower's SuperNodes, `tests/backends/test_flower_kept.py` runs a small "
-            "FedPer, and looks for the heads in all messages: none has them.",
+            "On Flower's SuperNodes, `tests/engines/flower/test_flower_kept.py` runs a "
+            "small FedPer, and looks for the heads in all messages: none has them.",
         ],
     )
     result.write(config.output, config, draw(numbers, last, config.tests))

@@ -1,6 +1,6 @@
 """`reduce_sum(secure=True)`: values, derivatives, plans, refusals, errors.
 
-What Flower makes of it is tested in `tests/backends/test_flower_secure_sums.py`.
+What Flower makes of it is tested in `tests/engines/flower/`.
 
 Covers: drjax._api.collective_options, drjax._plan_file.check_plan.
 """
@@ -15,8 +15,6 @@ import pytest
 import drjax
 from drjax._plan_file.check_plan import check_step
 from drjax.backends import in_process
-from drjax.engines.beam import one_round
-from drjax.engines.core.options import EngineOptions
 from drjax.plan import Reduce, Value
 from tests.helpers.cases import checkerboard
 from tests.helpers.meshes import in_mesh, make_mesh
@@ -120,8 +118,6 @@ def test_engines_that_see_slices_refuse():
     plan = drjax.make_plan(lambda m, x: step(m, x, secure=True))(M, X)
     text = "no process but a group's own may see its slice. This engine's processes"
     raises(drjax.DrjaxValueError, text, in_process.compile, plan)
-    options = EngineOptions.checked()
-    raises(drjax.DrjaxValueError, text, one_round.split, plan, (M, ...), options)
 
     def loop(m, x):
         add = lambda m, _: (m + step(m, x, secure=True)["y"], None)

@@ -209,12 +209,13 @@ def with_kept(state, kept):
     return *state[:-1], kept
 
 
-def on_clients(name) -> Any:
-    """For a plan by its name: how to run it, the state to begin with, and `keep`."""
-    from drjax.backends.flower import Clients
+def on_clients(name, clients) -> Any:
+    """For a plan by its name: how to run it, the state to begin with, and `keep`.
 
+    `clients` is the argument of an engine whose clients have the groups' data.
+    """
     algorithm = ALGORITHMS[name]
-    start = with_kept(algorithm.start(1), Clients())
+    start = with_kept(algorithm.start(1), clients)
     return algorithm.run, start, algorithm.keep
 
 

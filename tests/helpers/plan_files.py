@@ -6,9 +6,13 @@ import zipfile
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import export
 
 import drjax
 from tests.helpers.cases import N
+
+STAGE = "stages/1.groups"  # the files of the code of the groups
 
 program = drjax.program(clients=N)
 
@@ -76,3 +80,34 @@ def forge(path, members, changed=(), change=lambda manifest: None):
         manifest["members"][name] = seal
     change(manifest)
     rewrite(path, {**members, "manifest.json": json.dumps(manifest)})
+
+
+def lists(calls):
+    """A change of the manifest: what the stage of the groups calls."""
+    groups = lambda manifest: local_stage(manifest["plan"])
+    return lambda manifest: groups(manifest).update(custom_calls=[*calls])
+
+
+def forged_with(target, members, path):
+    """A file whose stage calls a target, and says so."""
+    old = export.deserialize(bytearray(members[f"{STAGE}.jexp"]))
+
+    def fn(*args):
+        shape = jax.ShapeDtypeStruct((), jnp.float32)
+        x = jax.ffi.ffi_call(target, shape)(index=np.uint64(0))
+        return jax.tree.unflatten(
+            old.out_tree, [jnp.zeros(o.shape, o.dtype) + x for o in old.out_avals]
+        )
+
+    args, _ = jax.tree.unflatten(
+        old.in_tree, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in old.in_avals]
+    )
+    unchecked = [export.DisabledSafetyCheck.custom_call(target)]
+    exporter = export.export(
+        jax.jit(fn), platforms=old.platforms, disabled_checks=unchecked
+    )
+    new = exporter(*args)
+    code = bytes(new.mlir_module_serialized)
+    changed = {f"{STAGE}.jexp": bytes(new.serialize()), f"{STAGE}.mlirbc": code}
+    forge(path, members, changed, lists([target]))
+    return path

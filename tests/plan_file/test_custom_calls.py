@@ -5,7 +5,6 @@ Covers: drjax._plan_file.custom_calls, drjax._plan_file.export_stage.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import export
 from jaxlib.mlir import ir
@@ -19,12 +18,13 @@ from drjax.engines.core import worker
 from drjax.engines.core.driver import Runner
 from drjax.engines.core.job import Job
 from drjax.engines.core.options import EngineOptions
-from drjax.engines.flower import client_data
 from drjax.engines.in_process.adapter import InProcess
 from tests.helpers.cases import N
 from tests.helpers.plan_files import (
+    STAGE,
     forge,
-    local_stage,
+    forged_with,
+    lists,
     program,
     read_members,
     saved_sgd_plan,
@@ -33,18 +33,10 @@ from tests.helpers.raising import raises
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
 
-STAGE = "stages/1.groups"
-
 
 @pytest.fixture(scope="module")
 def members(tmp_path_factory):
     return read_members(saved_sgd_plan(tmp_path_factory))
-
-
-def lists(calls):
-    """A change of the manifest: what the stage of the groups calls."""
-    groups = lambda manifest: local_stage(manifest["plan"])
-    return lambda manifest: groups(manifest).update(custom_calls=[*calls])
 
 
 def with_code(members, code):
@@ -167,31 +159,6 @@ def test_what_exchanges_data_with_the_host_is_as_a_custom_call(members, tmp_path
     raises(drjax.PlanFileError, "'stablehlo.outfeed'", drjax.load_plan, path)
 
 
-def forged_with(target, members, path):
-    """A file whose stage calls a target, and says so."""
-    old = export.deserialize(bytearray(members[f"{STAGE}.jexp"]))
-
-    def fn(*args):
-        shape = jax.ShapeDtypeStruct((), jnp.float32)
-        x = jax.ffi.ffi_call(target, shape)(index=np.uint64(0))
-        return jax.tree.unflatten(
-            old.out_tree, [jnp.zeros(o.shape, o.dtype) + x for o in old.out_avals]
-        )
-
-    args, _ = jax.tree.unflatten(
-        old.in_tree, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in old.in_avals]
-    )
-    unchecked = [export.DisabledSafetyCheck.custom_call(target)]
-    exporter = export.export(
-        jax.jit(fn), platforms=old.platforms, disabled_checks=unchecked
-    )
-    new = exporter(*args)
-    code = bytes(new.mlir_module_serialized)
-    changed = {f"{STAGE}.jexp": bytes(new.serialize()), f"{STAGE}.mlirbc": code}
-    forge(path, members, changed, lists([target]))
-    return path
-
-
 @pytest.mark.parametrize(
     "target",
     [
@@ -235,24 +202,13 @@ def test_custom_calls_that_are_allowed_by_name(members, tmp_path):
     )
     plan = drjax.load_plan(path, custom_calls=["mine"])
     assert exported_of(plan.rounds[0].local).custom_calls == ("mine",)
-    # Workers of an engine may call what the driver may, but clients of a server not.
+    # Workers of an engine may call what the driver may.
     run = Runner(plan, InProcess(), EngineOptions())
     assert run.file.custom_calls == ("mine",)
     job = Job(run.file, 0, "", (), 1, False, False, [])
     again = Job.from_bytes(job.to_bytes())
     assert again.file == run.file
     worker.LoadedPlan(again.file)
-
-    seen = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Job, "run", lambda job, *_: seen.append(job.file) or 1 / 0)
-        about = {"tree": None, "slices": [], "stored": [], "initial": None}
-        request = client_data.wire_format.to_bytes(
-            about, [np.frombuffer(job.to_bytes(), np.uint8), np.zeros(1), np.ones(1)]
-        )
-        with pytest.raises(ZeroDivisionError):
-            client_data.answer(request, lambda: None)
-    raises(drjax.PlanFileError, "may make: 'mine'", worker.LoadedPlan, seen[0])
 
 
 LINEAR = {

@@ -28,7 +28,8 @@ PAGES = {
 }
 API = "\n".join(text for name, text in PAGES.items() if name.startswith("api/"))
 ENTRIES = re.findall(r"^\.\. auto\w+:: ([\w.]+)", API, re.M)
-BACKENDS = ("reference", "xla", "in_process", "ray", "beam", "flower")
+ENGINES = [p.parent.name for p in (ROOT / "drjax" / "engines").glob("*/adapter.py")]
+BACKENDS = ("reference", "xla", *ENGINES)
 INTERNAL = {"Exported", "Record"}  # a protocol of the planner, the base of all records
 CODE = re.compile(r"^(`{3,}|:{3,}).*?^\1$", re.M | re.S)
 PART = re.compile(r"^<!-- part: .*?^<!-- end of part -->$", re.M | re.S)

@@ -6,9 +6,14 @@ Covers: drjax, README.md, CONTRIBUTING.md.
 import ast
 import contextlib
 import doctest
+import functools
 import inspect
 import io
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -32,14 +37,16 @@ LAYERS = (
     {"_api"},
     {"_planner"},
     {"_plan_file", "_drawing"},
-    {"backends"},
+    {"backends", "engines"},
     {"_jit", "compiled", "contrib", "__main__"},
 )
 BACKENDS = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-    for path in (PACKAGE / "backends").rglob("*.py")
+    for folder in ("backends", "engines")
+    for path in (PACKAGE / folder).rglob("*.py")
     if "\ndef compile(" in path.read_text()
 }
+ENGINES = sorted(p.parent.name for p in (PACKAGE / "engines").glob("*/adapter.py"))
 LAYER_OF = {name: i for i, names in enumerate(LAYERS) for name in names}
 
 
@@ -82,11 +89,69 @@ def test_imports_go_down_only():
         for target in targets:
             above, below = (LAYER_OF[x.split(".")[0]] for x in (name, target))
             assert below <= above, f"{name} imports {target}"
-            if name.startswith("backends."):
+            # The public module of an engine is all that imports it.
+            public = f"backends.{target.split('.')[1]}" if "." in target else ""
+            if name.startswith(("backends.", "engines.")) and name != public:
                 assert target not in BACKENDS, f"{name} imports {target}"
             # It binds primitives, as its operands are checked arrays.
             if name.startswith("_planner."):
                 assert not target.startswith("_api."), f"{name} imports {target}"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_nothing_else_needs_an_engine(engine):
+    """Its folder, its tests and its public module can be deleted."""
+    own = [f"drjax/engines/{engine}/", f"drjax/backends/{engine}/"]
+    own += [f"drjax/backends/{engine}.py", f"tests/engines/{engine}/"]
+    of_tests = rf"drjax\.engines\.{engine}\b|tests\.engines\.{engine}\b"
+    of_package = rf"drjax\.(engines|backends)\.{engine}\b"
+    for path in CODE:
+        name = path.relative_to(ROOT).as_posix()
+        inside = name.startswith("drjax/")
+        # Of the engine of this process the tests of the core are made.
+        if name.startswith(tuple(own)) or not inside and engine == "in_process":
+            continue
+        for target in _imports(path):
+            engines = of_package if inside else of_tests
+            assert not re.match(engines, target), f"{name} imports {target}"
+
+
+def _delete_engine(root: Path, engine: str) -> None:
+    """Delete an engine from a copy of the project, with its API entries."""
+    shutil.rmtree(root / "drjax" / "engines" / engine)
+    shutil.rmtree(root / "tests" / "engines" / engine)
+    (public,) = (root / "drjax" / "backends").glob(f"{engine}*")
+    shutil.rmtree(public) if public.is_dir() else public.unlink()
+    page = root / "docs" / "api" / "backends.md"
+    section = rf"^### {engine}\n.*?(?=^##)"
+    text = re.sub(section, "", page.read_text(), flags=re.M | re.S | re.I)
+    page.write_text(text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [x for x in ENGINES if x != "in_process"])
+def test_the_rest_passes_without_an_engine(engine, tmp_path):
+    root = tmp_path / "project"
+    names = ["drjax", "tests", "docs", "examples", "experiments", "benchmarks"]
+    for name in names:
+        shutil.copytree(ROOT / name, root / name)
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("*.toml"), *ROOT.glob(".ci")):
+        copy = shutil.copytree if path.is_dir() else shutil.copy
+        copy(path, root / path.name)
+    _delete_engine(root, engine)
+    run = functools.partial(
+        subprocess.run, cwd=root, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )  # fmt: skip
+    pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    # All test files can be imported, and the structure is as this file says.
+    for arguments in (
+        ["--collect-only", "-m", "", "tests"],
+        ["tests/project/test_structure.py", "tests/project/test_site.py"],
+        ["tests/engines/core/test_wire_format.py", "tests/engines/slices"],
+    ):
+        done = run([*pytest_, *arguments])
+        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
 
 
 def test_contributing_has_the_table_of_layers():
@@ -136,14 +201,18 @@ CODELESS = (ast.Expr, ast.Import, ast.ImportFrom)
 
 
 def _in_package() -> set[str]:
-    """Every module of the package, dotted; packages where their `__init__` has code."""
+    """Every module of the package, dotted; those that only import have no code.
+
+    These are packages, and the public modules of engines.
+    """
     modules = set()
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(ROOT).with_suffix("").parts
-        if parts[-1] != "__init__":
-            modules.add(".".join(parts))
-        elif not all(isinstance(x, CODELESS) for x in ast.parse(path.read_text()).body):
-            modules.add(".".join(parts[:-1]))
+        code = not all(
+            isinstance(x, CODELESS) for x in ast.parse(path.read_text()).body
+        )
+        if code or not (parts[-1] == "__init__" or parts[1] == "backends"):
+            modules.add(".".join(parts).removesuffix(".__init__"))
     return modules - {"drjax"}
 
 

@@ -107,15 +107,15 @@ TABLES = (
     "drjax/_error_texts.py",  # rows of data frames
     "drjax/_plan_file/encode.py",  # a key of the file format
     "drjax/_planner/unbatching/rules.py",  # row-major order
-    "drjax/backends/parquet.py",
+    "drjax/engines/slices/parquet.py",
     "examples/reproductions/analytics.py",
     "examples/common/",
     "examples/engines.py",
     "examples/reproductions/maml.py",
     "experiments/",
-    "tests/backends/test_beam.py",
-    "tests/backends/test_parquet.py",
-    "tests/backends/test_ray.py",
+    "tests/engines/beam/test_beam.py",
+    "tests/engines/slices/test_parquet.py",
+    "tests/engines/ray/test_ray.py",
     "tests/helpers/cases.py",
     "tests/helpers/conformance.py",
     "tests/project/",

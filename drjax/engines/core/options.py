@@ -2,7 +2,7 @@
 
 Input: keywords of an engine's `compile`. Output: an `EngineOptions` whose values were
 validated. `checked_integer` validates what engines take besides, such as `workers`.
-`pool_scheduler.py` and `file_exchange.py` act on `retries`.
+`pool_scheduler.py`, or an engine that is no pool, acts on `retries`.
 
 Invariants: `checked` returns options with valid values only. An engine itself refuses
 those that it does not support (Beam: `timeout`).

@@ -8,9 +8,10 @@ from bytes:
 Invariants: arrays and a JSON header, nothing that is executed when it is read. Any
 dtype passes, also those that numpy does not know, by its name.
 
-Sharp edges: `from_bytes` trusts its input and is for files of this run; replies of
-clients go through `untrusted_replies`. The arrays that it returns are read-only views
-of the bytes. Keys of the header are a format that other releases of drjax read.
+Sharp edges: `from_bytes` trusts its input and is for files of this run; what is not
+trusted is validated first, as Flower's replies are. The arrays that it returns are
+read-only views of the bytes. Keys of the header are a format that other releases of
+drjax read.
 """
 
 import io

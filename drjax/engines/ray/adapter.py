@@ -3,8 +3,8 @@
 Input: a plan and options. Output: a `Runner`. Each actor is a process that loads the
 plan's file once and compiles each stage once.
 
-Retries: an actor that dies is replaced, and `engine/pool_scheduler.py` runs its blocks
-again on other actors, at most `retries=` times (`engine/options.py`).
+Retries: an actor that dies is replaced, and `core/pool_scheduler.py` runs its blocks
+again on other actors, at most `retries=` times (`core/options.py`).
 
 Invariants: Ray that was started here is shut down when the last `Actors` closes; Ray
 that ran before is left alone. Ray is used through `_Connection.live`, which raises once

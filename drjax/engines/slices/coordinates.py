@@ -138,7 +138,7 @@ class WorkerColumns:
         self._empty = flat[0]
 
     def pieces(self) -> list[tuple[Any, tuple[int, int, int]]]:
-        """List the pieces of the slices, and what `kept_files.columns_of_file` takes.
+        """List the pieces of the slices, and what is read of each.
 
         These are pairs of the engine's reference to a piece, and
         `(position of the value among its arrays, d, number of axes of t)` for slices

@@ -1,9 +1,9 @@
 """The Beam backend: the conformance test, and what is its own.
 
-Covers: drjax.engines.beam.adapter, drjax.engines.beam.kept_files,
-drjax.engines.beam.transforms,
+Covers: drjax.engines.beam.adapter, drjax.backends.beam,
+drjax.engines.beam.transforms, drjax.engines.beam.kept_files,
 drjax.engines.beam.file_sinks, drjax.engines.beam.file_exchange,
-drjax.engines.beam.one_round, drjax.engines.core.extras,
+drjax.engines.beam.one_round, drjax.engines.beam.subprocess_run,
 drjax.engines.beam.temporary_folders.
 """
 

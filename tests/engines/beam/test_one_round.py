@@ -95,3 +95,10 @@ def test_what_cannot_be_split(plan):
         drjax.make_plan(drjax.program(clients=5)(both))(X),
         ...,
     )
+
+
+def test_secure_sums_are_refused():
+    total = drjax.program(clients=5)(lambda x: drjax.reduce_sum(x, secure=True))
+    text = "no process but a group's own may see its slice. This engine's processes"
+    plan, options = drjax.make_plan(total)(X), EngineOptions()
+    raises(drjax.DrjaxValueError, text, one_round.split, plan, (...,), options)

@@ -3,14 +3,14 @@
 Covers: drjax.engines.core.driver, drjax._plan_file.export_plan,
 drjax.engines.core.executable_plan, drjax.engines.core.stage_results,
 drjax.engines.core.job, drjax.engines.core.pool_scheduler,
-drjax.engines.core.protocols, drjax.engines.slices.blocks_of_groups,
-drjax.engines.core.combine, drjax.engines.core.options,
-drjax.engines.core.progress, drjax.engines.slices.groups, drjax.engines.in_process.adapter.
+drjax.engines.core.protocols, drjax.engines.core.combine,
+drjax.engines.core.number_of_groups, drjax.engines.core.options,
+drjax.engines.core.progress, drjax.engines.core.extras,
+drjax.engines.slices.blocks_of_groups, drjax.engines.slices.groups,
+drjax.engines.in_process.adapter.
 """
 
-import subprocess
 import sys
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,8 @@ import pytest
 import drjax
 from drjax.backends import in_process, reference
 from drjax.backends.groups import Groups
-from drjax.engines.beam.file_exchange import FileExchange
 from drjax.engines.core.driver import Runner
+from drjax.engines.core.extras import needed
 from drjax.engines.core.options import EngineOptions
 from drjax.engines.in_process.adapter import InProcess
 from drjax.engines.slices.groups import Source
@@ -347,13 +347,8 @@ def test_options():
 @pytest.mark.parametrize("workers", [0, -1, 2.5, "2", None, True])
 def test_a_number_of_workers_that_is_none(workers):
     text = f"workers must be an integer from 1, got {workers!r}."
-    plan = weighted_plan(3)
-    files: Any = None
-    for make in (
-        lambda: in_process.compile(plan, workers=workers),
-        lambda: FileExchange(workers, files),
-    ):
-        raises(drjax.DrjaxValueError, text, make)
+    make = lambda: in_process.compile(weighted_plan(3), workers=workers)
+    raises(drjax.DrjaxValueError, text, make)
 
 
 def test_progress(capfd):
@@ -362,18 +357,9 @@ def test_progress(capfd):
 
 
 def test_an_extra_that_is_not_installed(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    text = "drjax.backends.ray needs ray, which is not installed here. Install it"
-    from drjax.backends import ray
-
-    raises(drjax.EngineError, text, ray.compile, weighted_plan(3))
-
-
-@pytest.mark.slow
-def test_drjax_does_not_import_engines():
-    code = "import sys, drjax; assert not {'ray', 'pyarrow'} & {*sys.modules}"
-    code += "; import drjax.backends.ray; assert 'ray' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    monkeypatch.setitem(sys.modules, "mine", None)
+    text = "drjax.backends.mine needs mine, which is not installed here. Install it"
+    raises(drjax.EngineError, text, needed, "mine.app", "mine", "drjax.backends.mine")
 
 
 @pytest.mark.parametrize("public", [EngineOptions, Groups, in_process.compile])

@@ -13,12 +13,10 @@ import pytest
 import drjax
 from drjax._primitives.device_sums import decode, encode
 from drjax.backends import in_process
-from drjax.engines.beam import one_round
-from drjax.engines.core import combine, wire_format
+from drjax.engines.core import combine
 from drjax.engines.core.encoded_partials import EncodedPartial, decoded, encode_partials
-from drjax.engines.core.messages import Block, BlockResult
-from drjax.engines.core.options import EngineOptions
-from drjax.engines.flower import untrusted_replies
+from drjax.engines.core.job import Job
+from drjax.engines.core.messages import Block
 from drjax.plan import Reduce, Value, Wire
 from tests.helpers.cases import checkerboard
 
@@ -160,12 +158,11 @@ def test_codes_are_those_of_devices(wire):
 
 def test_workers_that_combine_do_not_encode():
     mean = drjax.program(clients=N)(lambda x: drjax.reduce_mean(x, wire="int8"))
-    stage, _ = one_round.split(
-        drjax.make_plan(mean)(X), (...,), EngineOptions.checked(block_size=BLOCK)
-    )
+    file = in_process.compile(drjax.make_plan(mean)(X)).file
+    job = Job(file, 0, "round 1", ("mean",), BLOCK, False, False, [])
     block = Block(np.arange(2, dtype=np.int32), np.array([True] * 2), [X[:2]])
     for encodes in True, False:
-        (partial,) = stage.job.run(block, {}, encode=encodes).partials
+        (partial,) = job.run(block, {}, encode=encodes).partials
         assert isinstance(partial, EncodedPartial) == encodes
 
 
@@ -173,27 +170,3 @@ def test_a_secure_sum_takes_no_wire():
     fn = lambda x: drjax.reduce_sum(x, secure=True, wire="int8")
     with pytest.raises(drjax.DrjaxValueError, match="no wire= with secure=True"):
         drjax.program(clients=N)(fn)(X)
-
-
-def test_replies_of_clients_are_decoded_and_checked():
-    plan, _ = plan_of("int8")
-    file = in_process.compile(plan).executable.file
-    (planned,) = untrusted_replies.partials_of(file)
-    reduces = plan.rounds[0].partials
-    one = [np.full(p.encoded[1] if p.encoded else p.shape, 0.5, np.float32)
-           for p in planned]  # fmt: skip
-
-    def check(partials):
-        block = Block(np.array([3], np.int32), np.array([True]), [])
-        result = BlockResult(partials, [], {}, 7, 0.5)
-        data = wire_format.result_to_bytes(block, result)
-        return untrusted_replies.validate_reply(data, 3, planned, True)
-
-    encoded = encode_partials(reduces, one)
-    for x in check(encoded).partials:
-        np.testing.assert_allclose(decoded(x), 0.5, rtol=1e-6)
-    with pytest.raises(untrusted_replies.BadReply, match="but the plan is for uint8"):
-        check(one)
-    one[0][...] = np.nan
-    with pytest.raises(untrusted_replies.BadReply, match="it yields NaN"):
-        check(encode_partials(reduces, one))

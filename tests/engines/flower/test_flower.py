@@ -23,6 +23,12 @@ import pytest
 
 import drjax
 from drjax.backends import flower, reference
+from tests.engines.flower.clients import (
+    ROOT,
+    Grid,
+    as_in_a_server_app,  # noqa: F401
+    federation,
+)
 from tests.helpers import example_rounds
 from tests.helpers.conformance import (
     check_example,
@@ -30,12 +36,6 @@ from tests.helpers.conformance import (
     slices_for,
     wait_for,
     weighted_plan,
-)
-from tests.helpers.flower_clients import (
-    ROOT,
-    Grid,
-    as_in_a_server_app,  # noqa: F401
-    federation,
 )
 from tests.helpers.raising import raises
 from tests.helpers.run_python import HANGS

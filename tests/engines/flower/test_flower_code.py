@@ -15,11 +15,11 @@ import pytest
 import drjax
 from drjax.backends import flower, reference
 from drjax.engines.flower import code_of_stages
-from tests.helpers.flower_clients import (
+from tests.engines.flower.clients import (
     Grid,
     as_in_a_server_app,  # noqa: F401
 )
-from tests.helpers.flower_messages import Recorded
+from tests.engines.flower.messages import Recorded
 from tests.helpers.raising import raises
 
 pytestmark = [

@@ -8,6 +8,7 @@ drjax.engines.slices.worker_slices.
 
 import pickle
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +18,15 @@ import pytest
 import drjax
 from drjax.backends import flower, reference
 from drjax.engines.core import wire_format
-from tests.helpers import kept_programs as programs
-from tests.helpers.conformance import wait_for
-from tests.helpers.flower_clients import (
+from tests.engines.flower.clients import (
     ROOT,
     Grid,
     as_in_a_server_app,  # noqa: F401
     federation,
 )
-from tests.helpers.flower_messages import Recorded, check_no_slice
+from tests.engines.flower.messages import Recorded, check_no_slice
+from tests.helpers import kept_programs as programs
+from tests.helpers.conformance import wait_for
 from tests.helpers.raising import raises
 
 pytestmark = [
@@ -61,7 +62,7 @@ def check_state(state, name, rounds=ROUNDS, n=N):
 @pytest.mark.parametrize("name", PLANS)
 def test_state_stays_with_the_clients(name):
     grid = Recorded(grid_of(name))
-    run, start, keep = programs.on_clients(name)
+    run, start, keep = programs.on_clients(name, flower.Clients())
     kept = flower.compile(PLANS[name](N), grid, start=0.5, keep=keep)
     state = run(kept, start, ROUNDS, flower.Clients())
     slices = check_state(programs.without_kept(state), name)
@@ -120,7 +121,9 @@ def test_a_client_that_misses_a_round_keeps_what_it_had():
     run = flower.compile(
         PLANS["scaffold"](N), grid, keep=programs.SCAFFOLD_KEEP, **options
     )
-    model, control, kept = run(*programs.on_clients("scaffold")[1], flower.Clients())
+    model, control, kept = run(
+        *programs.on_clients("scaffold", flower.Clients())[1], flower.Clients()
+    )
     grid.silent = [1]
     model, control, kept = run(model, control, kept, flower.Clients())
     assert [*run.report.dropped] == [1]
@@ -145,7 +148,7 @@ def test_a_client_that_lost_its_state():
     run = flower.compile(
         PLANS["scaffold"](N), grid, start=0.5, keep=programs.SCAFFOLD_KEEP
     )
-    start = programs.on_clients("scaffold")[1]
+    start = programs.on_clients("scaffold", flower.Clients())[1]
     state = run(*start, flower.Clients())
     del grid.contexts[1]
     text = "its client does not have the slices that an earlier call left with it"
@@ -159,7 +162,7 @@ def test_a_handle_survives_a_call_that_raises():
     run = flower.compile(
         PLANS["scaffold"](N), grid, keep=programs.SCAFFOLD_KEEP, **options
     )
-    state = run(*programs.on_clients("scaffold")[1], flower.Clients())
+    state = run(*programs.on_clients("scaffold", flower.Clients())[1], flower.Clients())
     grid.silent = [1]  # the others have run the round
     raises(drjax.EngineError, "took longer", run, *state, flower.Clients())
     grid.silent = []
@@ -178,7 +181,7 @@ def test_what_a_client_refuses():
     )
     push = grid.push_messages
     grid.push_messages = lambda messages: push(map(_seen(requests), messages))
-    run(*programs.on_clients("scaffold")[1], flower.Clients())
+    run(*programs.on_clients("scaffold", flower.Clients())[1], flower.Clients())
     header, arrays = wire_format.from_bytes(requests[-1])
     request = wire_format.to_bytes(header | {"key": None}, arrays)
     load = lambda: programs.data_of(0)
@@ -200,7 +203,7 @@ def test_initial_slices_that_do_not_fit():
     run = flower.compile(
         PLANS["scaffold"](N), grid, start=0.5, keep=programs.SCAFFOLD_KEEP
     )
-    start = programs.on_clients("scaffold")[1]
+    start = programs.on_clients("scaffold", flower.Clients())[1]
     text = "its data is float32[3], but the plan is for controls float32[6]"
     raises(drjax.EngineError, text, run, *start, flower.Clients())
 
@@ -229,7 +232,7 @@ def test_state_stays_in_supernodes(name, tmp_path):
         processes.link("--insecure")
         for group in range(N):
             processes.node("--insecure", group=group)
-        app = ROOT / "tests" / "helpers" / "kept"
+        app = Path(__file__).with_name("kept")
         config = {"plan": str(tmp_path / f"{name}.drjax"), "output": str(output)}
         processes.run_app(app, rounds=ROUNDS, **config)
         wait_for(output.exists)

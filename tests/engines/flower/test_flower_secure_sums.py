@@ -20,13 +20,14 @@ import pytest
 import drjax
 from drjax.backends import flower, reference
 from drjax.engines.core import wire_format
-from drjax.engines.flower import secure_masks, secure_sums
-from tests.helpers.conformance import wait_for
-from tests.helpers.flower_clients import (
+from drjax.engines.core.extras import needed
+from drjax.engines.flower import secure_masks, secure_sums, untrusted_replies
+from tests.engines.flower.clients import (
     Grid,
     as_in_a_server_app,  # noqa: F401
     federation,
 )
+from tests.helpers.conformance import wait_for
 from tests.helpers.raising import raises
 
 pytestmark = [
@@ -339,12 +340,12 @@ def test_clients_check_the_demand_themselves(monkeypatch):
 
 def test_clients_send_no_secure_sum_without_the_protocol(monkeypatch):
     run = flower.compile(plan_of(), Logged(), start=0.5)
-    honest = flower.untrusted_replies.partials_of
+    honest = untrusted_replies.partials_of
 
     def asks_for_all(file):
         return [[replace(p, secure=0) for p in stage] for stage in honest(file)]
 
-    monkeypatch.setattr(flower.untrusted_replies, "partials_of", asks_for_all)
+    monkeypatch.setattr(untrusted_replies, "partials_of", asks_for_all)
     with pytest.raises(drjax.EngineError, match="a secure sum, which is to be masked"):
         run(MODEL, flower.Clients())
 
@@ -424,7 +425,7 @@ def test_both_ends_draw_them(monkeypatch):
         secure_masks.hashlib, "shake_256", lambda x: drawn.append(x) or honest(x)
     )
     for name in (secure_masks.CLIENT, secure_masks.SERVER):
-        flower.needed(name, "flower", "Flower")
+        needed(name, "flower", "Flower")
         fail = lambda *_: pytest.fail("a mask of 32 bits")
         monkeypatch.setattr(sys.modules[name], "pseudo_rand_gen", fail)
     check_sums(

@@ -22,7 +22,7 @@ import drjax
 from drjax.backends import flower
 from drjax.engines.core import wire_format
 from drjax.engines.core.messages import BlockResult
-from tests.helpers.flower_clients import (
+from tests.engines.flower.clients import (
     Grid,
     as_in_a_server_app,  # noqa: F401
 )

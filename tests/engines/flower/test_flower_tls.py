@@ -15,8 +15,8 @@ import pytest
 
 import drjax
 from drjax.backends import reference
+from tests.engines.flower.clients import ROOT, federation
 from tests.helpers.conformance import free_ports, wait_for
-from tests.helpers.flower_clients import ROOT, federation
 
 pytestmark = [
     pytest.mark.engines,

@@ -18,11 +18,13 @@ import pytest
 import drjax
 from drjax.backends import in_process
 from drjax.engines.core import wire_format
+from drjax.engines.core.encoded_partials import decoded, encode_partials
 from drjax.engines.core.messages import Block, BlockResult
 from drjax.engines.flower import untrusted_replies
 from drjax.engines.flower.assignment import Assignment
 from drjax.engines.flower.background import Background
 from drjax.engines.flower.untrusted_replies import BadReply, Partial
+from drjax.engines.in_process.adapter import InProcess
 from tests.helpers.raising import raises
 
 GROUP = 3
@@ -237,7 +239,7 @@ def test_what_is_checked_is_what_stages_give():
     args = jnp.ones((4, 2), jnp.bfloat16), jnp.arange(4, dtype=jnp.int8)
     seen = []
 
-    class Checking(in_process.InProcess):
+    class Checking(InProcess):
         def results(self, call):
             expected = untrusted_replies.partials_of(call.job.file)[call.job.stage]
             for block, done in super().results(call):
@@ -384,3 +386,29 @@ def test_clients_that_are_given():
     raises(drjax.DrjaxValueError, text, Assignment, 2, ["7", "8"])
     raises(drjax.DrjaxValueError, "got 1 with 1 different", Assignment, 2, [7])
     raises(drjax.DrjaxValueError, text, Assignment, 2, [])
+
+
+def test_replies_of_clients_are_decoded_and_checked():
+    x = np.zeros((6, 7, 10), np.float32)
+    means = lambda x: [drjax.reduce_mean(x, wire=wire) for wire in ("int8", None)]
+    plan = drjax.make_plan(drjax.program(clients=6)(means))(x)
+    file = in_process.compile(plan).executable.file
+    (planned,) = untrusted_replies.partials_of(file)
+    reduces = plan.rounds[0].partials
+    one = [np.full(p.encoded[1] if p.encoded else p.shape, 0.5, np.float32)
+           for p in planned]  # fmt: skip
+
+    def check(partials):
+        block = Block(np.array([3], np.int32), np.array([True]), [])
+        result = BlockResult(partials, [], {}, 7, 0.5)
+        data = wire_format.result_to_bytes(block, result)
+        return untrusted_replies.validate_reply(data, 3, planned, True)
+
+    encoded = encode_partials(reduces, one)
+    for x in check(encoded).partials:
+        np.testing.assert_allclose(decoded(x), 0.5, rtol=1e-6)
+    with pytest.raises(untrusted_replies.BadReply, match="but the plan is for uint8"):
+        check(one)
+    one[0][...] = np.nan
+    with pytest.raises(untrusted_replies.BadReply, match="it yields NaN"):
+        check(encode_partials(reduces, one))

@@ -1,8 +1,7 @@
 """The Ray backend on two workers: the conformance test, and what is its own.
 
 Covers: drjax.engines.ray.adapter, drjax.engines.ray.actor,
-drjax.engines.ray.process_exit, drjax.engines.ray.placement,
-drjax.engines.core.extras.
+drjax.engines.ray.process_exit, drjax.engines.ray.placement.
 """
 
 import importlib

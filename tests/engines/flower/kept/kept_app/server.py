@@ -9,8 +9,8 @@ from flwr.serverapp import ServerApp
 
 import drjax
 from drjax.backends import flower
+from tests.engines.flower.messages import Recorded
 from tests.helpers import kept_programs as programs
-from tests.helpers.flower_messages import Recorded
 
 app = ServerApp()
 
@@ -20,7 +20,7 @@ def main(grid, context):
     """Run the plan; write the state of the server and all messages."""
     config, recorded = context.run_config, Recorded(grid)
     plan = drjax.load_plan(config["plan"])
-    run, start, keep = programs.on_clients(plan.name)
+    run, start, keep = programs.on_clients(plan.name, flower.Clients())
     kept = flower.compile(plan, recorded, timeout=120, keep=keep)
     state = programs.without_kept(run(kept, start, config["rounds"], flower.Clients()))
     with open(f"{config['output']}.part", "wb") as file:

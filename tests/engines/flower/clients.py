@@ -20,7 +20,7 @@ from drjax.backends import flower
 from tests.helpers.conformance import free_ports, wait_for
 from tests.helpers.run_python import HANGS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BIN = Path(sys.executable).parent
 
 

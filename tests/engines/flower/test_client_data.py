@@ -1,0 +1,32 @@
+"""Requests to clients, which do not trust the server: no engine needed.
+
+Covers: drjax.engines.flower.client_data.
+"""
+
+import numpy as np
+import pytest
+
+import drjax
+from drjax.backends import in_process
+from drjax.engines.core import wire_format, worker
+from drjax.engines.core.job import Job
+from drjax.engines.flower import client_data
+from tests.helpers.plan_files import forged_with, read_members, saved_sgd_plan
+from tests.helpers.raising import raises
+
+
+def test_clients_make_no_custom_calls(tmp_path_factory, tmp_path, monkeypatch):
+    """Workers of an engine may call what the driver may, clients may not."""
+    members = read_members(saved_sgd_plan(tmp_path_factory))
+    path = forged_with("mine", members, tmp_path / "plan.drjax")
+    file = in_process.compile(drjax.load_plan(path, custom_calls=["mine"])).file
+    job, seen = Job(file, 0, "", (), 1, False, False, []), []
+    monkeypatch.setattr(Job, "run", lambda job, *_: seen.append(job.file) or 1 / 0)
+    about = {"tree": None, "slices": [], "stored": [], "initial": None}
+    request = wire_format.to_bytes(
+        about, [np.frombuffer(job.to_bytes(), np.uint8), np.zeros(1), np.ones(1)]
+    )
+    with pytest.raises(ZeroDivisionError):
+        client_data.answer(request, lambda: None)
+    worker.LoadedPlan(file)
+    raises(drjax.PlanFileError, "may make: 'mine'", worker.LoadedPlan, seen[0])
