@@ -141,9 +141,9 @@ def _partial_reduction_rule(
 ) -> Sequence[MlirValue]:
     """Lowering rule of `partial_reduction`, which returns the sums of a map if it can.
 
-    They are those of `LoweredMap.sums`, for a sum of a result of a map that was
-    lowered before in the same module, for the same partition and mesh; no slice for
-    each group is stored. Else the slices of each device are reduced.
+    They are those of `LoweredMap.sums`, for a sum of a result of a map that was lowered
+    before in the same module, for the same partition and mesh; no slice for each group
+    is stored. Else the slices of each device are reduced.
     """
     placement = {"partition": partition, "mesh": mesh}
     a_map, index = map_of(ctx, x, placement)
@@ -156,13 +156,6 @@ def _partial_reduction_rule(
     return _compat.lower_function(
         ctx, execute_partial_reduction, [operand], False, **params
     )
-
-
-registration.register_execution(
-    partial_reduction_p, execute_partial_reduction, _partial_reduction_rule
-)
-partial_reduction_p.def_abstract_eval(_partial_abstract_eval)
-registration.register_batching(partial_reduction_p, 0, group_axis_in=True)
 
 
 # ---------------------------------------------------------------------------------
@@ -250,3 +243,13 @@ def reduction_rule(primitive: Primitive, execute: Callable) -> Callable:
         return execute(ctx, x, **params)
 
     return rule
+
+
+# ---------------------------------------------------------------------------------
+# All registrations
+
+registration.register_execution(
+    partial_reduction_p, execute_partial_reduction, _partial_reduction_rule
+)
+partial_reduction_p.def_abstract_eval(_partial_abstract_eval)
+registration.register_batching(partial_reduction_p, 0, group_axis_in=True)
