@@ -240,6 +240,8 @@ class Task:
         self.graphdef = nnx.split(Transformer(config.model, nnx.Rngs(0)))[0]
         windows = config.eval_windows, config.length
         self.held_out = text.cut_all(self.corpus.held_out, *windows)
+        by_module = drjax.program(workers=len(self.corpus.held_out))(self._evaluate)
+        self.by_module, self.evaluate = by_module, jax.jit(by_module)
 
     def params(self, seed: int):
         """The first parameters of a seed."""
@@ -252,6 +254,12 @@ class Task:
     def mean_loss(self, params, tokens, lengths):
         """Of windows, and the number of targets."""
         return mean_loss(nnx.merge(self.graphdef, params), tokens, lengths)
+
+    def _evaluate(self, params, windows):
+        """The mean loss of the held-out modules, and that of each."""
+        args = drjax.broadcast(params), *windows
+        losses, targets = drjax.map_fn(self.mean_loss, args)
+        return drjax.reduce_weighted_mean(losses, targets), losses
 
     def loss(self, params, data, key):
         """Of random windows of a worker's text."""
@@ -269,18 +277,17 @@ class Run(NamedTuple):
     modules: np.ndarray  # the losses of the held-out modules
 
 
-def train(
-    config: Config, task: Task, method: Method, starts: Sequence[Any]
-) -> tuple[list[Run], int, float]:
-    """Runs what is still to do of a method.
+class Program(NamedTuple):
+    """A method, compiled for the devices of the mesh."""
 
-    Args:
-        starts: The first parameters for each of the seeds.
+    method: Method
+    algorithm: Algorithm
+    data: jax.Array  # of the workers
+    step: Any  # all rounds from one evaluation to the next
 
-    Returns:
-        The runs; the ledger's bytes of a round, and those of the compiled collectives,
-        both of one worker.
-    """
+
+def compile_method(config: Config, task: Task, method: Method, params) -> Program:
+    """For parameters of this structure."""
     k, H, every = method.workers, method.period, config.save_every
     if method.fragments and (
         H % method.fragments or method.delay >= H / method.fragments
@@ -291,11 +298,9 @@ def train(
             "H must divide --save-every, and that --steps and --pretrain: "
             f"{method.name}"
         )
-    algorithm = make_algorithm(method, task.loss, starts[0])
+    algorithm = make_algorithm(method, task.loss, params)
 
     def advance(state, data, number, seed):
-        """All rounds from one evaluation to the next."""
-
         def body(state, number):
             keys = step_keys(seed, number, H, k)
             *state, losses = algorithm.train_round(*state, data, keys)
@@ -304,53 +309,60 @@ def train(
         state, losses = jax.lax.scan(body, state, number + jnp.arange(0, every, H))
         return state, losses.mean(0)
 
-    @drjax.program(workers=len(task.corpus.held_out))
-    def evaluate(theta, windows):
-        args = drjax.broadcast(algorithm.join(theta)), *windows
-        losses, targets = drjax.map_fn(task.mean_loss, args)
-        return drjax.reduce_weighted_mean(losses, targets), losses
+    data = drjax.shard(task.deal(k), partition=algorithm.train_round)
+    state = place(algorithm.start(params), k)
+    layout = jax.tree.map(lambda x: x.sharding, state)
+    step = drjax.jit(advance, groups_per_step=config.groups_per_step)
+    step = jax.jit(step, out_shardings=(layout, None))
+    args = jnp.asarray(0), jnp.asarray(0)
+    step = step.lower(state, data, *args).compile()
+    return Program(method, algorithm, data, step)
 
-    runs = []
-    devices = min(config.devices, k)
-    with jax.set_mesh(make_mesh(devices, "workers")):
-        data = drjax.shard(task.deal(k), partition=algorithm.train_round)
-        windows = drjax.shard(tuple(task.held_out), partition=evaluate)
-        state = place(algorithm.start(starts[0]), k)
-        args = jnp.asarray(0), jnp.asarray(0)
-        layout = jax.tree.map(lambda x: x.sharding, state)
-        step = drjax.jit(advance, groups_per_step=config.groups_per_step)
-        step = jax.jit(step, out_shardings=(layout, None))
-        step = step.lower(state, data, *args).compile()
-        evaluate = jax.jit(evaluate)
-        for seed, params in zip(config.seeds, starts, strict=True):
-            checkpoints = open_checkpoints(config, method, seed)
-            saved = 1 if k == 1 else checkpoints.setting("workers")
-            of_saved = method._replace(workers=saved)
-            first = make_algorithm(of_saved, task.loss, params).start(params)
-            state, history = checkpoints.restore(place(first, saved))
+
+def bytes_of_round(config: Config, program: Program, state: State):
+    """By the ledger, and by the compiled collectives, both of one worker."""
+    k, H = program.method.workers, program.method.period
+    args = *state, program.data, step_keys(0, 0, H, k)
+    plan = drjax.make_plan(program.algorithm.train_round)(*args)
+    ledger = plan.communication(devices=k).reduced_per_device()
+    report = Report.of(program.step, jax.sharding.get_mesh())
+    return ledger, (report.total.bytes_per_call or 0) * H / config.save_every
+
+
+def train(
+    config: Config, task: Task, program: Program, starts: Sequence[Any]
+) -> list[Run]:
+    """Runs what is still to do of a method, from first parameters for each seed."""
+    (method, algorithm, data, step), k = program, program.method.workers
+    runs, every = [], config.save_every
+    windows = drjax.shard(tuple(task.held_out), partition=task.by_module)
+    for seed, params in zip(config.seeds, starts, strict=True):
+        checkpoints = open_checkpoints(config, method, seed)
+        saved = 1 if k == 1 else checkpoints.setting("workers")
+        of_saved = method._replace(workers=saved)
+        first = make_algorithm(of_saved, task.loss, params).start(params)
+        state, history = checkpoints.restore(place(first, saved))
+        if saved != k:
             state = place(resize(state, k), k)
-            pending = range(len(history), config.steps // every)
-            name = f"{method.name}, seed {seed}"
-            for i in (progress := tqdm(pending, name, unit=f"{every} steps")):
-                began = time.process_time()
-                number = jnp.asarray(config.pretrain + i * every)
-                state, losses = step(state, data, number, jnp.asarray(seed))
-                held_out = float(evaluate(state.shared[0], windows)[0])
-                entry = {"step": (i + 1) * every, "held_out": held_out}
-                entry["losses"] = np.asarray(losses).tolist()
-                entry["cpu_seconds"] = time.process_time() - began
-                history.append(entry)
-                checkpoints.save(i + 1, state, history)
-                progress.set_postfix(held_out=f"{held_out:.3f}")
-            checkpoints.close()
-            modules = np.asarray(evaluate(state.shared[0], windows)[1])
-            runs.append(Run(state, history, modules))
-        plan = drjax.make_plan(algorithm.train_round)(
-            *state, data, step_keys(0, 0, H, k)
-        )
-        ledger = plan.communication(devices=k).reduced_per_device()
-        sent = Report.of(step, jax.sharding.get_mesh()).total.bytes_per_call or 0
-    return runs, ledger, sent * H / every
+        pending = range(len(history), config.steps // every)
+        name = f"{method.name}, seed {seed}"
+        for i in (progress := tqdm(pending, name, unit=f"{every} steps")):
+            began = time.process_time()
+            number = jnp.asarray(config.pretrain + i * every)
+            state, losses = step(state, data, number, jnp.asarray(seed))
+            params = algorithm.join(state.shared[0])
+            held_out = float(task.evaluate(params, windows)[0])
+            entry = {"step": (i + 1) * every, "held_out": held_out}
+            entry["losses"] = np.asarray(losses).tolist()
+            entry["cpu_seconds"] = time.process_time() - began
+            history.append(entry)
+            # On the host, as one file for each device takes three times as long.
+            checkpoints.save(i + 1, jax.device_get(state), history)
+            progress.set_postfix(held_out=f"{held_out:.3f}")
+        checkpoints.close()
+        modules = task.evaluate(algorithm.join(state.shared[0]), windows)[1]
+        runs.append(Run(state, history, np.asarray(modules)))
+    return runs
 
 
 def open_checkpoints(config: Config, method: Method, seed: int) -> Checkpoints:
@@ -374,8 +386,11 @@ def pretrain(config: Config, task: Task) -> list[Any]:
     steps = config.pretrain + config.steps
     adamw = inner_optimizer(config, steps, config.pretrain_lr)
     method = Method("pretraining", optax.sgd(1.0), adamw, 1, 1)
-    config = dataclasses.replace(config, steps=config.pretrain, pretrain=0)
-    runs, *_ = train(config, task, method, starts)
+    once = dict(steps=config.pretrain, save_every=config.pretrain, pretrain=0)
+    config = dataclasses.replace(config, **once)
+    with jax.set_mesh(make_mesh(1, "workers")):
+        program = compile_method(config, task, method, starts[0])
+        runs = train(config, task, program, starts)
     return [jax.device_get(run.state.shared[0]) for run in runs]
 
 
@@ -423,9 +438,12 @@ def tune(config: Config, task: Task, params) -> list[str]:
     rate, momentum = PAPER_OUTER
     h = jnp.log(jnp.array([rate, momentum / (1 - momentum)]))
     data = task.deal(config.workers)  # all workers on one device
-    gradient = jax.value_and_grad(after)
-    functions = gradient, drjax.jit(gradient, groups_per_step=1)
-    plain, ours = (jax.jit(f).lower(h, params, data).compile() for f in functions)
+    gradient = jax.jit(jax.value_and_grad(after))  # traced once for both
+    plain = gradient.lower(h, params, data)
+    # It is never run: only its buffers are of interest, and not its machine code.
+    plain = plain.compile({"xla_backend_optimization_level": 0})
+    ours = jax.jit(drjax.jit(gradient, groups_per_step=1))
+    ours = ours.lower(h, params, data).compile()
     sizes = [Report.of(x).temp_bytes / 1e6 for x in (plain, ours)]
     adam = optax.adam(0.3)
     moments, tried = adam.init(h), []
@@ -460,9 +478,10 @@ def run_in_processes(config: Config, task: Task, params) -> list[str]:
     plan = drjax.load_plan(path)
 
     def run(step, rounds=2):
-        state = first
-        for _ in range(rounds):
-            state = jax.device_get(step(*state, data))
+        state, structure = first, jax.tree.structure(first)
+        for _ in range(rounds):  # a plan file has classes of its own for the results
+            state = jax.device_get(jax.tree.leaves(step(*state, data)))
+            state = jax.tree.unflatten(structure, state)
         return state
 
     pool = MortalProcesses(min(2, config.workers))
@@ -476,10 +495,7 @@ def run_in_processes(config: Config, task: Task, params) -> list[str]:
     alone = run(jax.jit(drjax.backends.xla.compile(plan)))
     same = all(map(np.array_equal, jax.tree.leaves(whole), jax.tree.leaves(killed)))
     windows = jax.tree.map(np.concatenate, task.held_out)
-    as_params = lambda state: jax.tree.unflatten(
-        jax.tree.structure(params), jax.tree.leaves(state[0][0])
-    )
-    losses = [float(task.mean_loss(as_params(x), *windows)[0]) for x in (killed, alone)]
+    losses = [float(task.mean_loss(x[0][0], *windows)[0]) for x in (killed, alone)]
     return [
         f"The plan file of a round, {path.stat().st_size:,} bytes, ran in "
         f"{pool.workers} worker processes, {pool.killed} of which was killed at work: "
@@ -632,11 +648,14 @@ def main(config: Config) -> results.Results:
     """Trains by all methods, and shows their losses and their bytes."""
     make_mesh(config.devices, "workers")  # before anything uses a device
     task, methods = Task(config), list_methods(config)
-    starts = pretrain(config, task)
+    starts, k = pretrain(config, task), min(config.devices, config.workers)
     table, losses, sent, curves, numbers = [], {}, {}, {}, {}
     for method in methods:
         name, H = method.name, method.period
-        runs, ledger, compiled = train(config, task, method, starts)
+        with jax.set_mesh(make_mesh(k, "workers")):
+            program = compile_method(config, task, method, starts[0])
+            runs = train(config, task, program, starts)
+            ledger, compiled = bytes_of_round(config, program, runs[-1].state)
         curves[name] = np.array([[x["held_out"] for x in run.history] for run in runs])
         losses[name], sent[name] = curves[name][:, -1].tolist(), ledger / H
         if method.wire is None:
@@ -658,7 +677,6 @@ def main(config: Config) -> results.Results:
     if config.parts:
         remarks += tune(config, task, starts[0])
         remarks += run_in_processes(config, task, starts[0])
-    k = min(config.devices, config.workers)
     result = results.Results(
         title=f"{config.steps} steps of {config.workers} workers, seeds "
         f"{', '.join(map(str, config.seeds))}: held-out modules",
