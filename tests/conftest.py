@@ -71,6 +71,11 @@ def compile_quickly(config):
         os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0"
 
 
+def pytest_collectstart():
+    """Nor is what was imported, where parameters of tests are plans."""
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def what_is_kept():
     """What JAX keeps of a test is not looked through again in each later collection.
