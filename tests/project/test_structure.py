@@ -132,12 +132,8 @@ def _delete_engine(root: Path, engine: str) -> None:
 @pytest.mark.parametrize("engine", [x for x in ENGINES if x != "in_process"])
 def test_the_rest_passes_without_an_engine(engine, tmp_path):
     root = tmp_path / "project"
-    names = ["drjax", "tests", "docs", "examples", "experiments", "benchmarks"]
-    for name in names:
-        shutil.copytree(ROOT / name, root / name)
-    for path in (*ROOT.glob("*.md"), *ROOT.glob("*.toml"), *ROOT.glob(".ci")):
-        copy = shutil.copytree if path.is_dir() else shutil.copy
-        copy(path, root / path.name)
+    others = shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__", ".*_cache")
+    shutil.copytree(ROOT, root, ignore=others)
     _delete_engine(root, engine)
     run = functools.partial(
         subprocess.run, cwd=root, capture_output=True, text=True,

@@ -13,7 +13,7 @@ import pytest
 
 import drjax
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "api" / "backends.md").read_text()
 NAMES = re.findall(r"^\.\. auto\w+:: ([\w.]+)", PAGE, re.M)
 ENGINES = sorted(p.parent.name for p in (ROOT / "drjax/engines").glob("*/adapter.py"))
