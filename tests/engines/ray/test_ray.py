@@ -20,6 +20,7 @@ import drjax
 from drjax.backends import ray
 from drjax.backends.groups import Groups
 from drjax.backends.parquet import Parquet
+from drjax.engines.ray import adapter
 from tests.helpers import example_rounds
 from tests.helpers.conformance import (
     ROOT,
@@ -207,7 +208,7 @@ def test_a_number_of_workers_that_is_none(workers):
 
 def test_more_workers_than_ray_has_room_for(monkeypatch, actors):
     actors.open()
-    monkeypatch.setattr(ray, "_START", 2)
+    monkeypatch.setattr(adapter, "_START", 2)
     run = ray.compile(weighted_plan(3), workers=50)
     text = "50 workers did not start on Ray within 2 s. Its resources are"
     raises(drjax.EngineError, text, run, np.float32(2), slices_for(3))
