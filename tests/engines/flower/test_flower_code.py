@@ -1,6 +1,6 @@
 """What code Flower's clients get: the groups' stages only, once; what they refuse.
 
-Covers: drjax.engines.flower.code_of_stages, drjax._plan_file.group_stages.
+Covers: drjax.engines.flower.code_of_stages.
 """
 
 # pyright: reportMissingImports=false
