@@ -144,7 +144,7 @@ def test_the_rest_passes_without_an_engine(engine, tmp_path):
     for arguments in (
         ["--collect-only", "-m", "", "tests"],
         ["tests/project/test_structure.py", "tests/project/test_site.py"],
-        ["tests/engines/core/test_wire_format.py", "tests/engines/slices"],
+        ["tests/test_backends.py", "tests/engines/slices"],
     ):
         done = run([*pytest_, *arguments])
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
