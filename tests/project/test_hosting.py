@@ -1,6 +1,6 @@
 """What hosts the project: versions, hosted CI, hooks, forms; each fact in one place.
 
-Covers: .ci, .github, pyproject.toml.
+Covers: .ci, .github, noxfile.py, pyproject.toml.
 """
 
 import re
@@ -15,6 +15,7 @@ import drjax
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 GATE = (ROOT / ".ci/run").read_text()
+NOXFILE = (ROOT / "noxfile.py").read_text()
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 TEXT = {".md", ".py", ".toml", ".yml", ".cff", ".txt", ".html", ".mjs", ".svg"}
 FOLDERS = ".ci .github benchmarks docs drjax examples experiments tests".split()
@@ -89,11 +90,27 @@ def test_tools_have_one_version():
         assert tool in dict(pins)
 
 
-def test_gate_runs_documented_commands():
-    taken = re.findall(r"^\w+_command=\$\(command_in (\S+) '(.+)'\)", GATE, re.M)
-    assert len(taken) >= 7
-    for document, words in taken:
-        assert [x for x in _commands(document) if words in x], (document, words)
+def test_gate_runs_the_commands_of_the_readme():
+    taken = re.findall(r"command_in_readme (\S+?)\)", GATE)
+    assert taken == ["pytest", "examples.diloco"]
+    for word in taken:
+        assert len([x for x in _commands("README.md") if word in x]) == 1
+
+
+def test_gate_and_documents_name_sessions():
+    defined = set(re.findall(r"^@nox\.session\ndef (\w+)\(", NOXFILE, re.M))
+    gate = re.findall(r'\bsession \S+ ([a-z]+)|"engine_env \$name (\w+)"', GATE)
+    hooks = _yaml(".pre-commit-config.yaml")["repos"][0]["hooks"]
+    lines = [*_commands("CONTRIBUTING.md"), *(hook["entry"] for hook in hooks)]
+    named = {x for line in lines for x in re.findall(r"nox -R -s ([\w ]+\w)", line)}
+    assert {x for pair in gate for x in pair if x} < defined
+    assert {x for names in named for x in names.split()} < defined
+
+
+def test_default_tests_are_those_of_the_readme():
+    (command,) = (x for x in _commands("README.md") if "pytest" in x)
+    (options,) = re.findall(r'posargs or \((".+")\)', NOXFILE)
+    assert command.endswith("pytest " + " ".join(re.findall(r'"(.+?)"', options)))
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda p: p.name)
@@ -134,15 +151,6 @@ def test_workflows_may_only_read_and_pin_actions(path):
         for step in job["steps"]:
             if "uses" in step:
                 assert re.fullmatch(r"actions/[\w-]+@v\d+\.\d+\.\d+", step["uses"])
-
-
-def test_hooks_are_documented_commands():
-    lines = _commands("CONTRIBUTING.md")
-    parts = [part for line in lines for part in re.split(r" && | \| xargs ", line)]
-    (repository,) = _yaml(".pre-commit-config.yaml")["repos"]
-    assert repository["repo"] == "local"
-    for hook in repository["hooks"]:
-        assert hook["entry"] in [part.strip() for part in parts]
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda p: p.name)
