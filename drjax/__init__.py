@@ -1,10 +1,12 @@
 """drjax: differentiable, sharded MapReduce for JAX."""
 
 from importlib.metadata import version as _version
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from drjax import _drawing as _drawing
 from drjax import backends as backends
 from drjax import compiled as compiled
+from drjax import contrib as contrib
 from drjax import primitives as primitives
 from drjax._api.blocks import broadcast as broadcast
 from drjax._api.blocks import gather as gather
@@ -41,8 +43,8 @@ from drjax._plan_file.load import load_plan as load_plan
 from drjax._planner.check import check as check
 from drjax._planner.make_plan import make_plan as make_plan
 from drjax.compiled.report import collectives as collectives
-from drjax.contrib.federated_language import (
-    export_federated_language as export_federated_language,
-)
 
 __version__ = _version("drjax")
+
+if not _TYPE_CHECKING:  # for which a module with `__getattr__` has every name
+    from drjax._deprecated import __getattr__ as __getattr__

@@ -81,7 +81,7 @@ def export_federated_language(plan: Plan, platform: str = "cpu") -> Any:
       >>> import drjax, jax.numpy as jnp
       >>> mean = drjax.program(clients=4)(drjax.reduce_mean)
       >>> plan = drjax.make_plan(mean)(jnp.zeros(4))
-      >>> print(drjax.export_federated_language(plan).type_signature)
+      >>> print(drjax.contrib.export_federated_language(plan).type_signature)
       (<x={float32}@CLIENTS> -> <result=float32@SERVER>)
     """
     return _Export(plan, platform).computation()

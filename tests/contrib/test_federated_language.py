@@ -50,7 +50,7 @@ def planned():
 
 
 def test_types_and_the_printed_form():
-    block = drjax.export_federated_language(planned())
+    block = drjax.contrib.export_federated_language(planned())
     assert str(block.type_signature) == (
         "(<model=float32[3]@SERVER,data[0]={float32[3]}@CLIENTS,"
         "data[1]={float32}@CLIENTS,group={int32}@CLIENTS> -> "
@@ -64,7 +64,7 @@ def test_types_and_the_printed_form():
 
 
 def test_proto_round_trip():
-    block = drjax.export_federated_language(planned())
+    block = drjax.contrib.export_federated_language(planned())
     proto = block.to_proto()
     again = type(block).from_proto(type(proto).FromString(proto.SerializeToString()))
     assert again.formatted_representation() == block.formatted_representation()
@@ -77,7 +77,7 @@ def test_it_means_what_the_plan_means(tmp_path):
     expected = reference.compile(plan)(model, (x, w))
     plan.save(tmp_path / "plan.drjax")
     for one in (plan, drjax.load_plan(tmp_path / "plan.drjax")):
-        block = drjax.export_federated_language(one)
+        block = drjax.contrib.export_federated_language(one)
         inputs = [model, [*x], [*w], [*np.arange(N, dtype=np.int32)]]
         run: Any = evaluate(block, {})
         result = run(inputs)
@@ -88,7 +88,7 @@ def test_it_means_what_the_plan_means(tmp_path):
 def test_what_it_cannot_say():
     four = drjax.program(clients=N)
     x = np.ones((N, 3), np.float32)
-    export = drjax.export_federated_language
+    export = drjax.contrib.export_federated_language
 
     def rounds(m):
         step = lambda m, _: (drjax.reduce_mean(drjax.broadcast(m)), None)
@@ -105,7 +105,7 @@ def test_what_it_cannot_say():
 
 
 def test_docstring_example_runs():
-    assert runs(drjax.export_federated_language)
+    assert runs(drjax.contrib.export_federated_language)
 
 
 # ---------------------------------------------------------------------------------
