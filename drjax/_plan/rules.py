@@ -8,11 +8,12 @@
     line(step)
 
 Input: a step. Output: what the rule of its class gives. Invariants: a class without a
-rule of its own has that of its nearest base; if there is none, or the table refuses the
-class, the consumer raises `PlanError`, which names the step and the consumer. So a new
-class of step needs rules, and a consumer that has none cannot pass over it.
+rule of its own has that of its nearest base; if there is none, the consumer raises
+`PlanError`, which names the step and the consumer. So a new class of step needs rules,
+and a consumer that has none cannot pass over it.
 """
 
+from collections import ChainMap
 from collections.abc import Callable
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -31,39 +32,25 @@ class Rules(Generic[R]):
 
     def __init__(self, consumer: str, base: "Rules[R] | None" = None):
         self.consumer = consumer
-        self._rules: dict[type[Step], Callable[..., R]] = {}
-        self._base = base
+        inherited = () if base is None else (base._rules,)
+        self._rules: ChainMap[type[Step], Callable[..., R]] = ChainMap({}, *inherited)
 
     def rule(self, *classes: type[Step]) -> Callable[[Callable], Callable]:
         """Decorate the function of the steps of these classes and their subclasses."""
 
         def register(function: Callable) -> Callable:
-            self._rules |= dict.fromkeys(classes, function)
+            self._rules.update(dict.fromkeys(classes, function))
             return function
 
         return register
-
-    def refuse(self, cls: type[Step], why: str) -> None:
-        """Say why a class has no rule, by a sentence with its period."""
-
-        def refused(step: Step, *_: Any) -> NoReturn:
-            raise PlanError(f"{self.consumer} has no rule for {_named(step)}. {why}")
-
-        self._rules[cls] = refused
 
     def __call__(self, step: Step, *args: Any) -> R:
         return self._rule_of(type(step))(step, *args)
 
     def _rule_of(self, cls: type[Step]) -> Callable[..., R]:
-        own = self
-        tables = []
-        while own is not None:
-            tables.append(own._rules)
-            own = own._base
         for base in cls.__mro__:
-            for table in tables:
-                if base in table:
-                    return table[base]
+            if base in self._rules:
+                return self._rules[base]
 
         def missing(step: Step, *_: Any) -> NoReturn:
             raise PlanError(f"{self.consumer} has no rule for {_named(step)}.")

@@ -90,7 +90,7 @@ def _check_stage(stage: Stage, plan: Plan, a_round: Round) -> None:
     _all_partitioned(stage.outputs, "the work of a group")
     copies = {v.name for v in a_round.broadcast}
     check_defined([v.name for v in stage.inputs if not v.partitioned], copies)
-    combined = [step for step in (*a_round.reduces, *a_round.folds)]
+    combined = (*a_round.reduces, *a_round.folds)
     sources = [v for step in combined for v in step.inputs if v.partitioned]
     check_defined([v.name for v in sources], {v.name for v in stage.outputs})
     if stage.inner is not None:

@@ -136,7 +136,6 @@ class _Writer:
             "out_tree": _tree(plan.out_tree),
             "values": values,
             "steps": steps,
-            # Only if it is true, so that earlier versions read other files.
             **({"open_groups": True} if plan.open_groups else {}),
         }
 
