@@ -20,6 +20,23 @@ from drjax._plan.steps import Exchange, Stage
 from drjax._plan.value import Value
 from drjax._plan.wire import Wire
 
+
+class _OneValue(Exchange):
+    """An exchange of one value for another one."""
+
+    # Annotations alone, as in `Step`.
+    source: Value
+    result: Value
+
+    @property
+    def inputs(self) -> tuple[Value, ...]:
+        return (self.source,)
+
+    @property
+    def outputs(self) -> tuple[Value, ...]:
+        return (self.result,)
+
+
 # -------------------------------------------------------------------------------------
 # From the server to the groups
 
@@ -42,12 +59,9 @@ class Broadcast(Exchange):
     def inputs(self) -> tuple[Value, ...]:
         return (self.source,)
 
-    def slices_per_device(self, size: int, devices: int) -> int:
-        return 0  # each device has the server's value
-
 
 @dataclass(frozen=True)
-class Scatter(Exchange):
+class Scatter(_OneValue):
     """Group i gets slice i of a global value.
 
     Attributes:
@@ -61,44 +75,16 @@ class Scatter(Exchange):
     op: ClassVar[str] = "scatter"
     direction = "down"
 
-    @property
-    def inputs(self) -> tuple[Value, ...]:
-        return (self.source,)
-
-    @property
-    def outputs(self) -> tuple[Value, ...]:
-        return (self.result,)
-
     def messages(self) -> Iterator[tuple[Value, int]]:
         yield self.result, self.result.nbytes
-
-    def slices_per_device(self, size: int, devices: int) -> int:
-        return 0  # each device has the server's value
 
 
 # -------------------------------------------------------------------------------------
 # From the groups to the server
 
 
-class _Reduction(Exchange):
-    """A combination of all groups' slices into one global value."""
-
-    source: Value
-    result: Value
-
-    direction = "up"
-
-    @property
-    def inputs(self) -> tuple[Value, ...]:
-        return (self.source,)
-
-    @property
-    def outputs(self) -> tuple[Value, ...]:
-        return (self.result,)
-
-
 @dataclass(frozen=True)
-class Reduce(_Reduction):
+class Reduce(_OneValue):
     """One reduction of all groups' slices to a global value, and how it is encoded.
 
     Attributes:
@@ -121,24 +107,19 @@ class Reduce(_Reduction):
     secure: int = 0
     bound: float | None = None
 
+    direction = "up"
     combines = True
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of one group's slice as it is communicated."""
-        if self.wire is None:
-            return self.source.nbytes
-        return self.wire.nbytes(math.prod(self.source.shape))
-
     def messages(self) -> Iterator[tuple[Value, int]]:
-        yield self.source, self.nbytes
+        source, wire = self.source, self.wire
+        yield source, wire.nbytes(math.prod(source.shape)) if wire else source.nbytes
 
     def slices_per_device(self, size: int, devices: int) -> int:
         return 1  # a partial reduction
 
 
 @dataclass(frozen=True)
-class Gather(_Reduction):
+class Gather(_OneValue):
     """All groups' slices, in order, as one global value.
 
     Attributes:
@@ -154,12 +135,8 @@ class Gather(_Reduction):
 
     op: ClassVar[str] = "gather"
     phrase = "all groups' slices"
+    direction = "up"
     wire, secure, bound = None, 0, None  # it is neither encoded nor secure
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of one group's slice."""
-        return self.source.nbytes
 
     def slices_per_device(self, size: int, devices: int) -> int:
         return -(-size // devices)
@@ -203,11 +180,6 @@ class Fold(Exchange):
     def outputs(self) -> tuple[Value, ...]:
         return self.results
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of one group's state."""
-        return sum(v.nbytes for v in self.sources)
-
     def messages(self) -> Iterator[tuple[Value, int]]:
         return ((v, v.nbytes) for v in self.sources)
 
@@ -222,7 +194,7 @@ class Fold(Exchange):
 # Between groups
 
 
-class Move(Exchange):
+class Move(_OneValue):
     """One move of slices from groups to groups: a permute, a take or a put_add.
 
     Attributes:
@@ -236,8 +208,6 @@ class Move(Exchange):
     """
 
     op: ClassVar[str]
-    source: Value
-    result: Value
     sources: tuple[int, ...]
     index: Value | None
 
@@ -265,21 +235,15 @@ class Move(Exchange):
         return sum(v.shape[0] for v in (self.source, self.result) if not v.partitioned)
 
     @property
-    def nbytes(self) -> int:
-        """The bytes of one group's slice."""
-        return (self.source if self.source.partitioned else self.result).nbytes
-
-    @property
     def inputs(self) -> tuple[Value, ...]:
         """The values that the move reads, `source`, and `index` if there is one."""
         return (self.source,) if self.index is None else (self.source, self.index)
 
-    @property
-    def outputs(self) -> tuple[Value, ...]:
-        return (self.result,)
-
     def messages(self) -> Iterator[tuple[Value, int]]:
-        yield self.source, self.nbytes
+        yield (
+            self.source,
+            (self.source if self.source.partitioned else self.result).nbytes,
+        )
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from drjax._plan.steps import Loop
-from drjax._plan.value import Value
 
 if TYPE_CHECKING:
     from drjax._plan.normal_form import Plan
@@ -24,10 +23,6 @@ class Scan(Loop):
       reverse: Whether it runs from its last step to its first.
     """
 
-    name: str
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
-    bodies: tuple["Plan", ...]
     consts: tuple[int, ...]
     carry: int
     length: int
@@ -58,10 +53,6 @@ class While(Loop):
       carry: The number of carried values.
     """
 
-    name: str
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
-    bodies: tuple["Plan", ...]
     consts: tuple[int, ...]
     carry: int
 
@@ -81,49 +72,38 @@ class While(Loop):
         return [*xs[:first]], [*xs[first:second]], [*xs[second:]]
 
 
-@dataclass(frozen=True)
-class Cond(Loop):
-    """One of several branches, as `jax.lax.switch`. See `Loop`."""
+class _Once(Loop):
+    """A step that runs one body, once: it has no constants and carries nothing."""
 
-    name: str
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
-    bodies: tuple["Plan", ...]
-
-    op = "cond"
+    # Not in `Loop`, where they would be defaults of the fields of scans.
     consts, carry, length, reverse = (), 0, None, False
 
 
 @dataclass(frozen=True)
-class Program(Loop):
+class Cond(_Once):
+    """One of several branches, as `jax.lax.switch`. See `Loop`."""
+
+    op = "cond"
+
+
+@dataclass(frozen=True)
+class Program(_Once):
     """A plan over another partition, whose inputs and outputs are global values here.
 
     See `Loop`.
     """
 
-    name: str
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
-    bodies: tuple["Plan", ...]
-
     op = "program"
-    consts, carry, length, reverse = (), 0, None, False
 
 
 @dataclass(frozen=True)
-class Columns(Loop):
+class Columns(_Once):
     """Work on each coordinate of gathered slices: a plan of one round over coordinates.
 
     See `Loop`. Its inputs and outputs are global values.
     """
 
-    name: str
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
-    bodies: tuple["Plan", ...]
-
     op = "columns"
-    consts, carry, length, reverse = (), 0, None, False
 
     @property
     def body(self) -> "Plan":

@@ -113,14 +113,22 @@ class Exchange(Step):
         """The values that are communicated, with the bytes of each for one group."""
         return ((v, v.nbytes) for v in self.inputs)
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of one group, of all values together."""
+        return sum(nbytes for _, nbytes in self.messages())
+
     def slices_per_device(self, size: int, devices: int) -> int:
         """Count the slices of a value that one device puts into a collective.
 
         The `size` groups are divided over the `devices`, which are at least 2.
         """
+        if self.direction == "down":
+            return 0  # each device has the server's value
         raise PlanError(f"Plan.communication has no count for {type(self).__name__}.")
 
 
+@dataclass(frozen=True)
 class Loop(Step):
     """Steps that run plans of their own: a loop, a branch, or another partition.
 
@@ -147,12 +155,12 @@ class Loop(Step):
       reverse: Whether a scan runs from its last step to its first.
     """
 
-    op: ClassVar[str]
     name: str
-    consts: tuple[int, ...]
-    carry: int
-    length: int | None
-    reverse: bool
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    bodies: tuple["Plan", ...]
+
+    op: ClassVar[str]
 
     @property
     def times(self) -> tuple[int | str, ...]:

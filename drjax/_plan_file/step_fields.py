@@ -45,7 +45,7 @@ def fields_of(cls: type[Step]) -> list[tuple[str, str, Any]]:
 def step_class(name: str) -> type[Step]:
     """Return the class of steps of a name; `ValueError`: there is none."""
     cls = Record.records.get(name, Record)
-    # The bases of several classes are no dataclasses themselves.
+    # Bases of several classes are no dataclasses, or no rule checks them.
     if not (issubclass(cls, Step) and is_dataclass(cls)):
         raise ValueError(f"{name[:60]} is no step of a plan")
     return cls
