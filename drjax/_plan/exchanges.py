@@ -16,6 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from drjax._partition import Partition, with_size
 from drjax._plan.steps import Exchange, Stage
 from drjax._plan.value import Value
 from drjax._plan.wire import Wire
@@ -200,7 +201,8 @@ class Move(_OneValue):
     Attributes:
       op: `permute`, `take` or `put_add`, as the primitives in `drjax.primitives`.
       source: The partitioned value whose slices move; or a population, of which the
-        groups are a cohort: a global value, `[N, *s]`.
+        groups are a cohort: a value `[N, *s]` that the server has, so that it is
+        global. Here it is over a partition of N groups, the server's own.
       result: The partitioned value that it gives, or a population.
       sources: Of a permute, for each group the group whose slice it gets; else ().
       index: Of a take, int32: for each slice of `result` that of `source`. Of a
@@ -219,8 +221,8 @@ class Move(_OneValue):
     # Whether each group gets the slice of one group, unchanged.
     whole_slices: ClassVar[bool] = False
 
-    def check(self, size: int) -> None:
-        """Raise `ValueError` if no plan of `size` groups could have the move."""
+    def check(self) -> None:
+        """Raise `ValueError` if no plan could have the move."""
         ends = self.source, self.result
         if not any(v.partitioned for v in ends):
             raise ValueError(f"a {self.op} moves values that are not partitioned")
@@ -229,10 +231,12 @@ class Move(_OneValue):
         if first != second or any(not (v.partitioned or v.shape) for v in ends):
             raise ValueError(f"a {self.op} changes the type of slices")
 
-    @property
-    def population(self) -> int:
-        """N, the number of slices of a population; 0 if there is none."""
-        return sum(v.shape[0] for v in (self.source, self.result) if not v.partitioned)
+    def over(self, end: Value) -> Partition:
+        """The partition of the source or result; a population has one of N groups."""
+        if end.over:
+            return end.over[0]
+        (groups,) = self.source.over or self.result.over
+        return with_size(groups, end.shape[0])
 
     @property
     def inputs(self) -> tuple[Value, ...]:
@@ -240,10 +244,8 @@ class Move(_OneValue):
         return (self.source,) if self.index is None else (self.source, self.index)
 
     def messages(self) -> Iterator[tuple[Value, int]]:
-        yield (
-            self.source,
-            (self.source if self.source.partitioned else self.result).nbytes,
-        )
+        slices = self.source if self.source.partitioned else self.result
+        yield self.source, slices.nbytes
 
 
 @dataclass(frozen=True)
@@ -260,10 +262,11 @@ class Permute(Move):
     whole_slices = True
     index = None
 
-    def check(self, size: int) -> None:
+    def check(self) -> None:
         if not (self.source.partitioned and self.result.partitioned):
             raise ValueError("a permute moves values that are not partitioned")
-        super().check(size)
+        super().check()
+        size = self.over(self.source).size
         # Their number first, as a file may claim any number of groups.
         if len(self.sources) != size or sorted(self.sources) != [*range(size)]:
             raise ValueError("a permute has no permutation of the groups")
@@ -285,12 +288,10 @@ class _Indexed(Move):
 
     sources = ()
 
-    def check(self, size: int) -> None:
-        super().check(size)
-        taken = getattr(self, "source" if self.partition_of == "result" else "result")
-        slices = size if taken.partitioned else taken.shape[0]
-        index = self.index
-        expected = ((slices,), np.dtype(np.int32))
+    def check(self) -> None:
+        super().check()
+        indexed = self.source if self.partition_of == "result" else self.result
+        index, expected = self.index, ((self.over(indexed).size,), np.dtype(np.int32))
         if index.partitioned or (index.shape, index.dtype) != expected:
             raise ValueError(f"a {self.op} has no index of the groups")
 
@@ -298,8 +299,7 @@ class _Indexed(Move):
         # A reduce-scatter: each device puts in all slices of the result, with zeros for
         # those that it does not have. If the result has more slices than the source, it
         # is an all-gather instead, of the device's own slices of the source.
-        other = self.population or size
-        source, result = (size, other) if self.source.partitioned else (other, size)
+        source, result = self.over(self.source).size, self.over(self.result).size
         return -(-source // devices) if result > source else result
 
 

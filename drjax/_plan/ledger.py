@@ -11,6 +11,7 @@ from typing import Any
 
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._partition import Partition, integer_of
+from drjax._plan.exchanges import Move
 from drjax._plan.record import Record
 from drjax._plan.steps import Exchange
 from drjax._plan.value import Value
@@ -73,7 +74,9 @@ class Message(Record):
 
         0 if it is no move between a population and its cohort of groups.
         """
-        return getattr(self.step, "population", 0)
+        step = self.step
+        ends = (step.source, step.result) if isinstance(step, Move) else ()
+        return sum(end.shape[0] for end in ends if not end.partitioned)
 
     @property
     def between(self) -> bool:

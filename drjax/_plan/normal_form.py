@@ -14,9 +14,9 @@ import functools
 import itertools
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from drjax._errors import PlanError
 from drjax._partition import Partition
@@ -233,7 +233,7 @@ class Plan(Record):
                 f"{self.name} is a plan for {self.size} groups, and may depend on that "
                 "number. drjax.make_plan(..., open_groups=True) makes one for any."
             )
-        return replace(_resized(self, self.partition, n), open_groups=True)
+        return resized(self, n)
 
     def communication(
         self, devices: int | Mapping[str, int] = 1, *, code: bool = False
@@ -319,24 +319,30 @@ class Plan(Record):
         return methods.call("Plan.__str__", self)
 
 
-def _resized(plan: Plan, own: Partition | None, n: int) -> Plan:
-    """Copy a plan for n groups of a partition, with the bodies of its loops.
+def resized(plan: Plan, n: int) -> Plan:
+    """Copy a plan for n groups: its steps and values, and the bodies of its loops.
 
-    Only the size of the partition changes: values have the shapes of slices. A plan
-    over another partition than `own` is returned itself.
+    What is over another partition stays, as values have the shapes of slices.
     """
-    if own is None or plan.partition != own:
-        return plan
+    own = plan.partition
+    assert own is not None
     new = replace(own, size=n)
 
-    def resized(step: Any) -> Step:
-        if isinstance(step, Stage):
-            return replace(step, over=(new,)) if step.local else step
-        if not step.bodies:
-            return step
-        return replace(step, bodies=tuple(_resized(b, own, n) for b in step.bodies))
+    def sized(x: Any) -> Any:
+        if isinstance(x, Partition):
+            return new if x == own else x
+        if isinstance(x, Record):
+            names = {f.name for f in fields(cast(Any, x))}
+            # An inner level is a partition of its own, also if it is an equal one.
+            old = {name: getattr(x, name) for name in names - {"inner"}}
+            changed = {k: y for k, v in old.items() if (y := sized(v)) is not v}
+            return replace(cast(Any, x), **changed) if changed else x
+        if isinstance(x, tuple):
+            items = tuple(map(sized, x))
+            return x if all(a is b for a, b in zip(items, x, strict=True)) else items
+        return x
 
-    return replace(plan, partition=new, steps=tuple(map(resized, plan.steps)))
+    return sized(plan)
 
 
 # -------------------------------------------------------------------------------------

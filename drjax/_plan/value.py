@@ -1,12 +1,15 @@
 """The values of a plan: names and types, without arrays.
 
-Input: facts of a variable of a program. Output: `Value`, a record. Sharp edges:
-`drjax.plan` exports it.
+Input: facts of a variable of a program. Output: `Value`, a record. Invariants: a value
+is global, or over the partition of its plan: in the body of a `Program` that is another
+one, and in the plan of an inner level the inner one. Sharp edges: `drjax.plan` exports
+it.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
+from drjax._partition import Partition
 from drjax._plan.record import Record
 
 
@@ -18,8 +21,7 @@ class Value(Record):
       name: Unique in the plan; derived from names of arguments and functions.
       shape: Its shape; of a partitioned value, the shape of one group's slice.
       dtype: Its dtype.
-      partitioned: Whether it is a partitioned value, with a slice for each group; if
-        not, it is a global value.
+      over: The partition of whose groups each has a slice; () of a global value.
       nbytes: Its size in bytes; of a partitioned value, that of one slice.
       axis: Of a partitioned value, the group axis of the whole array; of a global value
         0.
@@ -28,9 +30,14 @@ class Value(Record):
     name: str
     shape: tuple[int, ...]
     dtype: Any
-    partitioned: bool
+    over: tuple[Partition, ...]
     nbytes: int
     axis: int = 0
+
+    @property
+    def partitioned(self) -> bool:
+        """Whether it has a slice for each group; if not, it is a global value."""
+        return bool(self.over)
 
     def whole_shape(self, n: int) -> tuple[int, ...]:
         """Return the shape of the whole array, for n groups: with the group axis.

@@ -194,7 +194,7 @@ def _check_fold(step: Fold, *_: Any) -> None:
 
 @check_step.rule(Move)
 def _check_move(step: Move, plan: Plan, a_round: Round) -> None:
-    step.check(plan.size)
+    step.check()
 
 
 # -------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def _check_move(step: Move, plan: Plan, a_round: Round) -> None:
 
 
 def _type(value: Value) -> tuple[Any, ...]:
-    return value.shape, value.dtype, value.partitioned, value.axis
+    return value.shape, value.dtype, value.over, value.axis
 
 
 def _same(outer: Sequence[Value], inner: Sequence[Value], what: str) -> None:
@@ -216,7 +216,7 @@ def _steps(stacks: Sequence[Value], steps: Sequence[Value], length: int) -> None
         raise ValueError("a scan has other stacks than its body")
     for stack, step in zip(stacks, steps, strict=True):
         axis = step.axis + step.partitioned
-        if _type(stack) != ((length, *step.shape), step.dtype, step.partitioned, axis):
+        if _type(stack) != ((length, *step.shape), step.dtype, step.over, axis):
             raise ValueError("a scan has stacks of another type than its steps")
 
 
@@ -253,7 +253,7 @@ def _check_while(loop: While, plan: Plan, a_round: Round) -> None:
     _same(carried, loop.outputs, "a while")
     _same(carried, body.outputs, "a while")
     (again,) = condition.outputs
-    if _type(again) != ((), np.dtype(bool), False, 0):
+    if _type(again) != ((), np.dtype(bool), (), 0):
         raise ValueError("a while has a condition that is no bool")
 
 
@@ -263,7 +263,7 @@ def _check_cond(loop: Cond, plan: Plan, a_round: Round) -> None:
     index, *operands = loop.inputs
     if not loop.bodies:
         raise ValueError("a cond has no branches")
-    if _type(index) != ((), np.dtype(np.int32), False, 0):
+    if _type(index) != ((), np.dtype(np.int32), (), 0):
         raise ValueError("a cond has an index that is no int32")
     for branch in loop.bodies:
         _same(operands, branch.inputs, "a cond")

@@ -137,10 +137,8 @@ class _PlanReader:
         the batched functions return what the rounds need.
         """
         partition = _partition(data["partition"])
-        # With size 0, `_value` refuses partitioned values.
-        size = 0 if partition is None else partition.size
         table = {
-            name: _value(json_values.text(name), entry, size)
+            name: _value(json_values.text(name), entry, partition)
             for name, entry in data["values"].items()
         }
 
@@ -373,19 +371,19 @@ def _jaxpr(
 # Values
 
 
-def _value(name: str, data: dict[str, Any], size: int) -> Value:
+def _value(name: str, data: dict[str, Any], partition: Partition | None) -> Value:
     """Build a value of a plan from its JSON data: `shape`, `dtype` and `group_axis`.
 
     The shape of a partitioned value is that of one slice, and a global value has the
-    group axis null. `size` is n; 0 without a partition.
+    group axis null. `partition` is that of the plan.
     """
     shape, axis = tuple(map(json_values.count, data["shape"])), data["group_axis"]
     dtype = _dtype(data["dtype"])
     if axis is not None:
-        if json_values.count(axis) > len(shape) or not size:
+        if json_values.count(axis) > len(shape) or partition is None:
             raise ValueError(f"{name} has no group axis {axis}")
-        shape = (*shape[:axis], size, *shape[axis:])
-    return new_value(name, jax.ShapeDtypeStruct(shape, dtype), axis)
+        shape = (*shape[:axis], partition.size, *shape[axis:])
+    return new_value(name, jax.ShapeDtypeStruct(shape, dtype), axis, partition)
 
 
 def _array(data: bytes) -> np.ndarray:

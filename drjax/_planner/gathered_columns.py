@@ -88,10 +88,11 @@ def columns_loop(
             *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in p["jaxpr"].in_avals),
         )
     )
-    ins = tuple(map(_of_coordinate, inputs, p["jaxpr"].in_avals, p["kinds_in"]))
+    of_coordinate = lambda *x: _of_coordinate(partition, *x)
+    ins = tuple(map(of_coordinate, inputs, p["jaxpr"].in_avals, p["kinds_in"]))
     # What is summed has a value for each coordinate, too.
     kinds = [COORDINATES if kind == WHOLE else kind for kind in p["kinds_out"]]
-    outs = tuple(map(_of_coordinate, outputs, jaxpr.out_avals, kinds))
+    outs = tuple(map(of_coordinate, outputs, jaxpr.out_avals, kinds))
     pairs = zip(outs, outputs, p["kinds_out"], strict=True)
     sums = [Reduce("sum", out, total) for out, total, k in pairs if k == WHOLE]
     results = {r.source.name: r.result for r in sums}
@@ -110,7 +111,7 @@ def columns_loop(
     return Columns(name, tuple(inputs), tuple(outputs), (body,))
 
 
-def _of_coordinate(value: Value, aval: Aval, kind: str) -> Value:
+def _of_coordinate(partition: Partition, value: Value, aval: Aval, kind: str) -> Value:
     """Return the `Value` of an operand or result of one coordinate, in a loop's body.
 
     `value` is the global one in the plan: `[n, *s, *t]`, `[*s, *t]` or `[*t]`, for
@@ -124,4 +125,4 @@ def _of_coordinate(value: Value, aval: Aval, kind: str) -> Value:
     nbytes = math.prod(aval.shape) * aval.dtype.itemsize
     name = f"{value.name}[{'column' if kind == GROUPS else 'coordinate'}]"
     axis = int(kind == GROUPS)
-    return Value(name, tuple(aval.shape), aval.dtype, True, nbytes, axis)
+    return Value(name, tuple(aval.shape), aval.dtype, (partition,), nbytes, axis)

@@ -36,6 +36,7 @@ from drjax._errors import PlanError
 from drjax._jaxprs.prng_keys import to_raw
 from drjax._jaxprs.provenance import line_of_error, source_line
 from drjax._partition import Partition
+from drjax._plan import normal_form
 from drjax._primitives.dispatch_cache import parameter_keys, value_key
 from drjax.plan import (
     Broadcast,
@@ -86,7 +87,7 @@ def opened(
             f"{begin}it was planned for {plan.size} groups, but planning it for {n} "
             f"raises {type(error).__name__}: {error}"
         ) from error
-    if (why := _difference(plan, other)) is not None:
+    if (why := _difference(plan, normal_form.resized(other, plan.size))) is not None:
         raise PlanError(
             f"{begin}{why} differs between {plan.size} and {n} groups. Only "
             "drjax.reduce_mean may divide by that number, and not its derivative: take "

@@ -21,6 +21,7 @@ from jax.extend.core import Literal
 from drjax import primitives
 from drjax._compat.types import Array, Atom, Aval, Eqn, Var
 from drjax._jaxprs.walk import definitions
+from drjax._partition import Partition
 from drjax._planner.naming import Names
 from drjax._planner.partitioning.environment import Environment
 from drjax.plan import Value
@@ -181,7 +182,7 @@ class StageValues:
         """
         if var not in self._values:
             axis = self.kinds[var].axis
-            self._values[var] = new_value(self.names.of(var), var.aval, axis)
+            self._values[var] = self._new(self.names.of(var), var, axis)
         return self._values[var]
 
     def scattered(self, var: Var, axis: int) -> Value:
@@ -195,7 +196,7 @@ class StageValues:
         key = ("scattered", var, axis)
         if key not in self._values:
             name = self.names.fresh(f"{self.names.of(var)}[group]")
-            self._values[key] = new_value(name, var.aval, axis)
+            self._values[key] = self._new(name, var, axis)
         return self._values[key]
 
     def outgoing(self, var: Var, axis: int) -> Value:
@@ -211,7 +212,7 @@ class StageValues:
         key = ("outgoing", var, axis)
         if key not in self._values:
             name = self.names.again(var)
-            self._values[key] = new_value(name, var.aval, axis)
+            self._values[key] = self._new(name, var, axis)
         return self._values[key]
 
     def forwarded(self, var: Var, round_index: int) -> Value:
@@ -225,7 +226,7 @@ class StageValues:
         key = ("forwarded", var, round_index)
         if key not in self._values:
             name = self.names.again(var)
-            self._values[key] = new_value(name, var.aval, self.kinds[var].axis)
+            self._values[key] = self._new(name, var, self.kinds[var].axis)
         return self._values[key]
 
     def state(self, var: Var, side: str) -> Value:
@@ -239,8 +240,11 @@ class StageValues:
         key = ("state", var, side)
         if key not in self._values:
             name = self.names.fresh(f"{side} of {self.names.of(var)}")
-            self._values[key] = new_value(name, var.aval, None)
+            self._values[key] = self._new(name, var, None)
         return self._values[key]
+
+    def _new(self, name: str, var: Var, axis: int | None) -> Value:
+        return new_value(name, var.aval, axis, self.kinds.partition)
 
     # -----------------------------------------------------------------------------
     # Operands of local equations
@@ -313,13 +317,16 @@ class StageValues:
         ]
 
 
-def new_value(name: str, aval: Aval, axis: int | None) -> Value:
+def new_value(
+    name: str, aval: Aval, axis: int | None, partition: Partition | None
+) -> Value:
     """Build the `Value` of an array that stages exchange.
 
-    `aval` is the type of the whole array. With a group axis, it is partitioned: shape
-    and bytes are those of a slice.
+    `aval` is the type of the whole array. With a group axis, it is over `partition`:
+    shape and bytes are those of a slice.
     """
     shape = aval.shape if axis is None else aval.shape[:axis] + aval.shape[axis + 1 :]
     # Not converted to an int: jax.export may make dimensions symbolic.
     nbytes = math.prod(shape) * aval.dtype.itemsize
-    return Value(name, tuple(shape), aval.dtype, axis is not None, nbytes, axis or 0)
+    over = () if axis is None or partition is None else (partition,)
+    return Value(name, tuple(shape), aval.dtype, over, nbytes, axis or 0)

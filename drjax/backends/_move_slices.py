@@ -22,7 +22,6 @@ def move_slices(
     move: Move,
     slices: np.ndarray | Array,
     index: np.ndarray | Array | None = None,
-    groups: int = 0,
 ) -> np.ndarray | Array:
     """Move all groups' slices by a permute, a take or a put_add.
 
@@ -30,12 +29,11 @@ def move_slices(
     `result[i] = slices[index[i]]`, or zeros. A put_add starts from zeros; for each i it
     adds `slices[i]` to `result[index[i]]`.
 
-    Slices are along axis 0 and may be random keys; they are not changed. The source or
-    the result may be a population: a global value `[N, *s]`. `index` is int32, and None
-    for a permute. `groups`, n, is read only for a put_add to a partitioned value. The
-    result has the dtype of `slices`, and may be of numpy where these are of JAX.
+    Slices are along axis 0 and may be random keys; they are not changed. `index` is
+    int32, and None for a permute. The result has the dtype of `slices`, and may be of
+    numpy where these are of JAX.
     """
-    return _MOVES(move, slices, np.asarray(index), groups)
+    return _MOVES(move, slices, np.asarray(index))
 
 
 _MOVES: Rules[np.ndarray | Array] = Rules("A move of slices on the host")
@@ -48,17 +46,14 @@ def _permute(move: Permute, slices: np.ndarray | Array, *_: Any) -> np.ndarray |
 
 @_MOVES.rule(Take)
 def _take(
-    move: Take, slices: np.ndarray | Array, index: np.ndarray, groups: int
+    move: Take, slices: np.ndarray | Array, index: np.ndarray
 ) -> np.ndarray | Array:
     return on_raw(lambda x: _slices_at(x, index), slices)
 
 
 @_MOVES.rule(PutAdd)
-def _put_add(
-    move: PutAdd, slices: np.ndarray | Array, index: np.ndarray, groups: int
-) -> np.ndarray:
-    host = np.asarray(slices)
-    n = groups if move.result.partitioned else move.result.shape[0]
+def _put_add(move: PutAdd, slices: np.ndarray | Array, index: np.ndarray) -> np.ndarray:
+    host, n = np.asarray(slices), move.over(move.result).size
     totals = np.zeros((n, *host.shape[1:]), REDUCE_OPS["sum"].wide(host.dtype))
     known = (index >= 0) & (index < n)
     np.add.at(totals, index[known], host[known].astype(totals.dtype))

@@ -183,7 +183,7 @@ class _GroupByGroup(PlanInterpreter):
             raise DrjaxValueError(why)
 
     def move(self, move: Move, slices: Array, index: Array | None = None) -> Array:
-        return jnp.asarray(move_slices(move, slices, index, self.plan.size))
+        return jnp.asarray(move_slices(move, slices, index))
 
     def _run_group(
         self, group: int, stage: Stage, env: Environment, location: str

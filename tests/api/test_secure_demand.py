@@ -128,8 +128,8 @@ def test_engines_that_see_slices_refuse():
 
 
 def test_forged_demands_are_refused():
-    x = Value("x", (), np.dtype("float32"), True, 4)
-    y = Value("y", (), np.dtype("float32"), False, 4)
+    x = Value("x", (), np.dtype("float32"), (drjax.Partition("clients", 4),), 4)
+    y = Value("y", (), np.dtype("float32"), (), 4)
     for op, demand in (("max", 3), ("mean", 1), ("sum", 1), ("sum", -2)):
         with pytest.raises(ValueError, match="cannot be secure"):
             check_step(Reduce(op, x, y, secure=demand), None, None)

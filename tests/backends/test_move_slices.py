@@ -99,8 +99,8 @@ def test_a_take_out_of_bounds_gives_zeros_on_the_host(dtype):
     slices = jax.random.split(jax.random.key(3), 4)
     slices = slices if dtype == "key" else jnp.ones(4, dtype)
     index = np.array([3, -1, 4, 0])
-    value = Value("x", (), slices.dtype, True, 4)
-    move = Take(value, value, Value("index", (4,), np.dtype("int32"), False, 16))
+    value = Value("x", (), slices.dtype, (drjax.Partition("clients", 4),), 4)
+    move = Take(value, value, Value("index", (4,), np.dtype("int32"), (), 16))
     bits = jax.random.key_data if dtype == "key" else np.asarray
     taken = np.asarray(bits(move_slices(move, slices, index)))
     np.testing.assert_array_equal(taken[[0, 3]], bits(slices)[np.array([3, 0])])

@@ -13,12 +13,13 @@ import pytest
 from jax import export
 
 import drjax
+from drjax import Partition
 from drjax.plan import Cond, Gather, Message, Permute, Reduce, Value
 from tests.helpers.cases import N
 from tests.helpers.plan_files import program, saved
 from tests.helpers.raising import raises
 
-X = Value("x", (2, 3), np.dtype("float32"), True, 24)
+X = Value("x", (2, 3), np.dtype("float32"), (Partition("clients", 2),), 24)
 
 
 def test_integers_are_those_of_python():
@@ -26,7 +27,7 @@ def test_integers_are_those_of_python():
     assert value == replace(X, axis=1)
     assert {type(i) for i in (value.axis, value.nbytes, *value.shape)} == {int}
     assert type(replace(X, name=np.str_("y")).name) is str
-    assert replace(X, partitioned=np.bool_(True)).partitioned is True
+    assert X.partitioned and not replace(X, over=()).partitioned
     move = new(Permute, X, X, (np.int64(1), 0))
     assert {type(i) for i in move.sources} == {int}
     assert X.shape is replace(X, name="y").shape, "what is right is not copied"
@@ -53,7 +54,7 @@ WRONG = {
     "Value.nbytes needs int, got ArrayImpl": lambda: changed(nbytes=jnp.ones(2)),
     "Value.shape needs tuple[int, ...], got list: [2": lambda: changed(shape=[2, 3]),
     "Value.shape needs tuple[int, ...], got tuple": lambda: changed(shape=(2, "3")),
-    "Value.partitioned needs bool, got int: 1.": lambda: changed(partitioned=1),
+    "Value.over needs tuple[Partition, ...], got int": lambda: changed(over=1),
     "Reduce.source needs Value, got str: 'x'.": lambda: new(Reduce, "sum", "x", X),
     "Reduce.wire needs Wire | NoneType, got str": lambda: new(
         Reduce, "sum", X, X, "int8"

@@ -343,7 +343,8 @@ def test_only_real_floats_are_encoded():
 )
 def test_a_plan_file_in_which_others_are_encoded(op, dtype):
     dtype = np.dtype(dtype)
-    x, y = (Value("x", (), dtype, of_groups, 4) for of_groups in (True, False))
+    groups = (drjax.Partition("clients", 2),)
+    x, y = (Value("x", (), dtype, over, 4) for over in (groups, ()))
     with pytest.raises(ValueError, match=f"a {op} of .* cannot be encoded"):
         check_step(Reduce(op, x, y, Wire("int8", 256)), None, None)
 

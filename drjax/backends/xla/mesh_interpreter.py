@@ -288,28 +288,16 @@ _MOVES: Rules[Array] = Rules("A move of slices on a mesh")
 
 @_MOVES.rule(Move)
 def _move(move: Move, layout: Layout, slices: Array, index: Array | None) -> Array:
-    operands = [as_operand(slices, _layout_of_end(move.source, layout), True)]
+    of_source = make_layout(move.over(move.source), layout.mesh)
+    operands = [as_operand(slices, of_source, True)]
     if index is not None:
         operands.append(as_operand(index, layout, False))
-    end = getattr(move, move.partition_of)
     return MOVES[move.op].bind(
         *operands,
-        partition=_layout_of_end(end, layout).partition,
+        partition=move.over(getattr(move, move.partition_of)),
         mesh=layout.mesh,
         **{name: getattr(move, name) for name in move.parameters},
     )
-
-
-def _layout_of_end(value: Value, layout: Layout) -> Layout:
-    """Return the layout of the slices of the source or result of a move.
-
-    It is that of the groups; or of a population of which they are a cohort, if `value`
-    is global.
-    """
-    if value.partitioned:
-        return layout
-    population = replace(layout.partition, size=value.shape[0])
-    return make_layout(population, layout.mesh)
 
 
 # -------------------------------------------------------------------------------------

@@ -280,7 +280,7 @@ class _DriverInterpreter(PlanInterpreter):
                 index = np.where(alive, index, -1)
             # Slices of dropped groups are NaN or zero in other groups, too.
             slices = mask_dropped_slices(move.source, slices, alive)
-        return move_slices(move, slices, index, len(alive))
+        return move_slices(move, slices, index)
 
     def run_loop(self, index: int, loop: Loop, inputs: list[Any]) -> list[Any]:
         if isinstance(loop, Columns):

@@ -115,7 +115,7 @@ def test_a_range_of_groups_reads_no_other_data():
             read.append(i)
             return np.float32(i)
 
-    values = [Value("x", (), "float32", True, 4)]
+    values = [Value("x", (), "float32", (drjax.Partition("clients", 6),), 4)]
     source = Source(Groups(Items()), jax.tree.structure(0), values, 6)
     for start, stop in (0, 3), (3, 3), (3, 6):
         got = []

@@ -52,8 +52,8 @@ def plan_of(wire, x: Any = X):
 
 def reduce_of(shape, wire, secure=0):
     nbytes = 4 * int(np.prod(shape))
-    source = Value("x", shape, "float32", True, nbytes)
-    result = Value("y", shape, "float32", False, nbytes)
+    source = Value("x", shape, "float32", (drjax.Partition("clients", N),), nbytes)
+    result = Value("y", shape, "float32", (), nbytes)
     return Reduce("sum", source, result, wire, False, secure)
 
 
