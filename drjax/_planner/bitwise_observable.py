@@ -11,20 +11,26 @@ match. So the operands of an extremum, of a gather, of a fold, of a move between
 and of the selection of one group are computed once and saved, and so is each variable
 whose values they are, through equations that only move, select or negate values.
 
+What such equations alone compute from arguments has the same bits in each stage: it is
+rematerialized, so that an argument that is compared with its own maximum needs no copy.
+
 Invariants: the set is closed backward over such equations. Sharp edges: a sum or a mean
 rounds and is not observable bit by bit, unless its operand selects values (`select_n`):
 then it may be the choice of one group.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Literal
 
 from drjax import _compat, primitives
 from drjax._compat.types import Atom, ClosedJaxpr, Eqn, OpenJaxpr, Var
-from drjax._jaxprs.walk import definitions, split_while
+from drjax._jaxprs.walk import definitions, split_while, variables
 from drjax._planner.inline import CALLS, CONTROL, InlinedJaxpr
+from drjax._planner.unbatching.rules import ELEMENTWISE
 from drjax._primitives.moves import MOVES
 from drjax._primitives.reduce_ops import of_primitive
 
@@ -36,13 +42,22 @@ MOVED_OPERANDS: dict[str, tuple[int, ...]] = {
         """broadcast_in_dim convert_element_type copy copy_p cummax cummin dynamic_slice
         expand_dims gather neg pad rearrange reduce_max reduce_min reduce_precision
         reduce_window_max reduce_window_min reshape rev select_and_gather_add slice
-        split squeeze tile top_k transpose unstack""".split(),
+        split squeeze stop_gradient tile top_k transpose unstack""".split(),
         (0,),
     ),
     **dict.fromkeys("concatenate max min stack".split(), ()),
     "dynamic_update_slice": (0, 1),
     **dict.fromkeys("scatter scatter-max scatter-min".split(), (0, 2)),
 }
+
+# Cheap equations whose results have the same bits wherever they are computed.
+_EXACT = frozenset(
+    """broadcast_in_dim clamp concatenate copy copy_p drjax_broadcast
+    drjax_partition_index drjax_scatter dynamic_slice dynamic_update_slice eq eq_to
+    expand_dims gather ge gt iota is_finite le le_to lt lt_to max min ne neg pad
+    rearrange reduce_max reduce_min reshape rev select_n slice split squeeze stack
+    stop_gradient tile transpose unstack""".split()
+)
 
 # The building blocks that copy slices to the server or to other groups.
 _COPIES = {
@@ -63,9 +78,10 @@ def bitwise_observable(program: InlinedJaxpr) -> frozenset[Var]:
       another reduction: such a sum may select the slice of one group;
     * the operands of a loop or branch that are bitwise-observable in one of its bodies;
     * the variables whose values these hold, through equations that only move, select or
-      negate values.
+      negate values;
 
-    Those of the bodies of its loops are not among them: each body is an inlined jaxpr
+    without those that such equations alone compute from arguments (`_exact`). Those of
+    the bodies of its loops are not among them: each body is an inlined jaxpr
     of its own.
     """
     definition = definitions(program.eqns)
@@ -86,7 +102,48 @@ def bitwise_observable(program: InlinedJaxpr) -> frozenset[Var]:
             for operand in _observable_operands(program, eqn):
                 aliases = _aliases(definition, operand, True)
                 observable |= {var for var, _ in aliases}
-    return frozenset(observable)
+    again = _exact(program.eqns, program.invars).difference(program.invars)
+    return frozenset(observable - again)
+
+
+def _exact(eqns: Sequence[Eqn], known: Iterable[Var]) -> set[Var]:
+    """Find the variables whose rematerialization gives the same bits.
+
+    They are `known` ones, and those that equations without rounding compute from them
+    and from what the server sends to the groups.
+    """
+    exact = set(known)
+    for eqn in eqns:
+        sent = eqn.primitive in (primitives.broadcast_p, primitives.scatter_p)
+        if sent or exact.issuperset(variables(eqn.invars)) and _rounds_nothing(eqn):
+            exact.update(eqn.outvars)
+    return exact
+
+
+def _rounds_nothing(eqn: Eqn) -> bool:
+    """Whether the results of an equation are bitwise functions of its operands."""
+    name = eqn.primitive.name
+    if name == "convert_element_type":
+        # Compilers may leave out that a number is rounded to fewer bits, and back.
+        source, result = (v.aval.dtype for v in (eqn.invars[0], eqn.outvars[0]))
+        return _is_plain(source) and _is_plain(result) and np.can_cast(source, result)
+    if name in CALLS or eqn.primitive is primitives.map_fn_p:
+        raw = _compat.open_jaxpr(eqn.params[CALLS.get(name, "jaxpr")])
+        results = variables(raw.outvars)
+        inputs = (*raw.invars, *raw.constvars)
+        return not eqn.effects and _exact(raw.eqns, inputs).issuperset(results)
+    whole = all(_is_whole(v.aval.dtype) for v in (*eqn.invars, *eqn.outvars))
+    return name in _EXACT or whole and name in ELEMENTWISE
+
+
+def _is_plain(dtype: np.dtype) -> bool:
+    """Whether NumPy knows a dtype, so that it can compare its precision with others."""
+    return isinstance(dtype, np.dtype) and dtype.kind in "biufc"
+
+
+def _is_whole(dtype: np.dtype) -> bool:
+    """Whether a dtype has integers or bools, on which arithmetic is exact."""
+    return jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_
 
 
 def _observable_operands(program: InlinedJaxpr, eqn: Eqn) -> Iterator[Atom]:

@@ -197,6 +197,64 @@ def test_values_that_a_loop_adds_are_rematerialized():
     assert not bitwise_observable.bitwise_observable(inlined)
 
 
+def masked_maximum(x):
+    index = drjax.partition_index()
+    kept = drjax.map_fn(lambda v, i: jnp.where(i > 3, v, -jnp.inf), (x, index))
+    return chosen_slices(kept, drjax.reduce_max(kept))
+
+
+def chosen_slices(slices, value):
+    equal = lambda slice_, value: jnp.where(slice_ == value, 1.0, 0.0)
+    return drjax.reduce_sum(drjax.map_fn(equal, (slices, drjax.broadcast(value))))
+
+
+OF_ARGUMENTS = {
+    "argmax": drjax.reduce_argmax,
+    "argmin, where": lambda x: drjax.reduce_argmin(x, where=jnp.arange(len(x)) > 2),
+    "stopped": lambda x: chosen_slices(
+        lax.stop_gradient(x), drjax.reduce_max(lax.stop_gradient(x))
+    ),
+    "masked": masked_maximum,
+    "moved": lambda x: chosen_slices(
+        drjax.map_fn(lambda v: -v[::-1], x),
+        drjax.reduce_max(drjax.map_fn(lambda v: -v[::-1], x)),
+    ),
+    "gathered": lambda x: chosen_slices(
+        drjax.map_fn(jnp.negative, x), drjax.gather(drjax.map_fn(jnp.negative, x))[2]
+    ),
+    "gradient": jax.grad(lambda x: drjax.reduce_max(x).sum()),
+}
+
+
+@pytest.mark.parametrize("name", OF_ARGUMENTS)
+def test_what_is_moved_from_arguments_is_no_copy(name):
+    """Two passes over the argument, without a slice for each group in between."""
+    x = jax.random.normal(jax.random.key(3), (64, 500))
+    fn = drjax.program(clients=64)(OF_ARGUMENTS[name])
+    run = drjax.jit(fn, groups_per_step=1).lower(x).compile()
+    np.testing.assert_array_equal(run(x), jax.jit(fn)(x))
+    gathered = 2 * 64 * (name == "gathered")
+    slices = run.memory_analysis().temp_size_in_bytes / x[0].nbytes
+    assert slices <= 8 + gathered
+    assert not saved(drjax.make_plan(fn)(x))
+
+
+def saved(plan):
+    """Slices that a round takes from an earlier one."""
+    taken = {v.name for r in plan.rounds for v in r.local.inputs if v.partitioned}
+    return taken & {v.name for r in plan.rounds for v in r.local.outputs}
+
+
+def test_what_rounds_is_kept():
+    def fn(x):
+        halved = drjax.map_fn(lambda v: (v / 3).astype("bfloat16"), x)
+        wide = drjax.map_fn(lambda v: v.astype("float32"), halved)
+        return chosen_slices(wide, drjax.reduce_max(wide))
+
+    plan = drjax.make_plan(program(fn))(ARGS[1][:, 0])
+    assert saved(plan)
+
+
 def test_each_primitive_moves_values_or_computes_new_ones():
     computes = """argmax argmin bitcast_convert_type cholesky conv_general_dilated
         cumlogsumexp cumprod cumsum dot_general eig eigh fence fft hessenberg
