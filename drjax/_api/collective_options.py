@@ -17,6 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
+from drjax._api.participation import Participation
 from drjax._api.resolve import BlockParams, map_leaves
 from drjax._compat.types import Array, GlobalArray, PartitionedArray
 from drjax._context import current_scope
@@ -58,7 +59,7 @@ def collective_options(
 def secure_options(
     secure: bool,
     min_groups: int | None,
-    mask: PartitionedArray | None,
+    part: Participation | None,
     n: int,
     wire: WireLike = None,
     bound: float | None = None,
@@ -66,8 +67,8 @@ def secure_options(
     """Check `secure=` and its options, and return the parameters of the primitive.
 
     They are `{"secure": the least number of groups}`, with `bound` if it is set; {} if
-    the sum is not secure. A secure sum may not have a `wire`, nor a mask, of `where=`
-    or `by=`.
+    the sum is not secure. A secure sum may not have a `wire`, nor a `where=` or `by=`,
+    of which `part` comes.
     """
     if secure is not True and secure is not False:
         raise DrjaxTypeError(
@@ -96,7 +97,7 @@ def secure_options(
             "drjax.reduce_sum takes no wire= with secure=True: a secure sum adds "
             "masked integers of 64 bits, which cannot be encoded. Leave out wire=."
         )
-    if mask is not None:
+    if part is not None:
         # The groups that are left out send zeros: a sum of one is that group's slice.
         raise DrjaxValueError(
             "drjax.reduce_sum takes no where= or by= with secure=True: a sum over some "

@@ -4,6 +4,7 @@ Input: a tree of partitioned leaves `[n, *s]`, of real numbers or bools. Output:
 tree with global leaves. Invariants: NaN wins; of equals, the first group.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,14 +16,16 @@ from jax.typing import ArrayLike
 from drjax._api.levels import Outer, Over, mesh_argument, over_levels
 from drjax._api.participation import (
     Mask,
+    Participation,
     Segments,
     check_default,
     keep_slices,
     or_default,
-    participation_mask,
+    participation,
 )
 from drjax._api.reductions import check_numeric
 from drjax._api.resolve import (
+    BlockParams,
     MeshLike,
     PartitionLike,
     bind_partitioned,
@@ -31,9 +34,11 @@ from drjax._api.resolve import (
 )
 from drjax._compat.types import Array, GlobalArray, PartitionedArray, PyTree, Tree
 from drjax._errors import DrjaxTypeError
-from drjax._primitives.collectives import broadcast_p
+from drjax._partition import Partition
+from drjax._primitives.collectives import broadcast_p, reduce_sum_p
 from drjax._primitives.extrema import highest, lowest, reduce_max_p, reduce_min_p
 from drjax._primitives.partition_index import partition_index_p
+from drjax._primitives.segments import slice_of_segment
 from drjax._sharding.execute import as_operand
 from drjax._sharding.layout import make_layout
 
@@ -251,20 +256,97 @@ def _reduce_extremum(
 ) -> PyTree:
     """Run `reduce_max` or `reduce_min` on each leaf of a tree."""
     params = resolve(block, mesh, partition)
-    mask = participation_mask(block, where, by, num, params)
+    part = participation(block, where, by, num, params)
     default = check_default(block, default)
     primitive, identity = _EXTREMA[block]
     empty = None
-    if default is not None and mask is not None:
-        mask = as_operand(mask, make_layout(**params), True)
-        empty = ~reduce_max_p.bind(mask, **params)
+    if default is not None and part is not None:
+        empty = ~_some_group(block, part, params)
 
     def bind(leaf: PartitionedArray, **params: Any) -> GlobalArray:
         _check_ordered(block, leaf)
-        kept = keep_slices(block, mask, leaf, identity(leaf.dtype), **params)
-        return or_default(block, primitive.bind(kept, **params), empty, default)
+        if part is None or part.num is None or not _has_gradient(leaf):
+            kept = keep_slices(block, part, leaf, identity(leaf.dtype), **params)
+            extremum = primitive.bind(kept, **params)
+        else:
+            own = as_operand(part.of_groups, make_layout(**params), True)
+            extremum = _extremum_by_segment(
+                block, part.num, params["partition"], params["mesh"], own, leaf
+            )
+        return or_default(block, extremum, empty, default)
 
     return bind_partitioned(block, x, mesh, partition, bind)
+
+
+def _some_group(block: str, part: Participation, params: BlockParams) -> GlobalArray:
+    """Whether some group takes part: bool `[]`, or `[num]` with segments."""
+    taken = as_operand(part.of_groups, make_layout(**params), True)
+    if part.num is not None:
+        one = lambda own: part.place(own, jnp.bool_(True), False)
+        taken = map_leaves(block, one, taken, **params)
+    return reduce_max_p.bind(taken, **params)
+
+
+def _has_gradient(x: Array) -> bool:
+    """Whether an array is of floats, of which derivatives are taken."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+# As the JVP rule in `_primitives/extrema.py`, for the groups of each segment. That rule
+# would compare all num places of each group; here each compares its own slice only.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2, 3))
+def _extremum_by_segment(
+    block: str,
+    num: int,
+    partition: Partition,
+    mesh: MeshLike,
+    own: PartitionedArray,
+    x: PartitionedArray,
+) -> GlobalArray:
+    """Bind `reduce_max` or `reduce_min` of floats by segment: `[num, *s]`.
+
+    `own` has the segment of each group, `num` for one that takes no part.
+    """
+    primitive, identity = _EXTREMA[block]
+    params = {"partition": partition, "mesh": mesh}
+    kept = keep_slices(block, Participation(own, num), x, identity(x.dtype), **params)
+    return primitive.bind(kept, **params)
+
+
+@_extremum_by_segment.defjvp
+def _(
+    block: str,
+    num: int,
+    partition: Partition,
+    mesh: MeshLike,
+    primals: tuple[PartitionedArray, PartitionedArray],
+    tangents: tuple[Any, PartitionedArray],
+) -> tuple[GlobalArray, GlobalArray]:
+    (own, x), (_, dx) = primals, tangents
+    params = {"partition": partition, "mesh": mesh}
+    map_one = functools.partial(map_leaves, block, **params)
+
+    def total(x: PartitionedArray) -> GlobalArray:
+        kept = keep_slices(block, Participation(own, num), x, 0, **params)
+        return reduce_sum_p.bind(kept, **params)
+
+    def is_extremum(own: Array, slice_: Array, extremum: Array) -> Array:
+        hit = (slice_ == slice_of_segment(own, extremum)) & (own < num)
+        return jnp.where(hit, 1, 0).astype(slice_.dtype)
+
+    def weight(own: Array, hit: Array, share: Array) -> Array:
+        return hit * slice_of_segment(own, share)
+
+    # The comparison needs bitwise the slices of which the extremum was taken.
+    x = lax.optimization_barrier(x)
+    y = _extremum_by_segment(block, num, partition, mesh, own, x)
+    hit = map_one(is_extremum, own, x, broadcast_p.bind(y, **params))
+    count = total(hit)
+    # A segment without groups has no share; that of NaN is NaN.
+    count = jnp.where((count == 0) & (y == y), jnp.ones_like(count), count)
+    share = broadcast_p.bind(lax.reciprocal(count), **params)
+    weights = map_one(weight, own, hit, share)
+    return y, total(map_one(jnp.multiply, dx, weights))
 
 
 def _reduce_arg(
@@ -277,7 +359,7 @@ def _reduce_arg(
     group takes part.
     """
     params = resolve(block, mesh, partition)
-    mask = participation_mask(block, where, None, None, params)
+    part = participation(block, where, None, None, params)
     primitive, identity = _EXTREMA[block]
     n = params["partition"].size
     group = partition_index_p.bind(**params, per_group=False)
@@ -290,11 +372,11 @@ def _reduce_arg(
 
     def bind(leaf: PartitionedArray, **params: Any) -> GlobalArray:
         _check_ordered(block, leaf)
-        kept = keep_slices(block, mask, leaf, identity(leaf.dtype), **params)
+        kept = keep_slices(block, part, leaf, identity(leaf.dtype), **params)
         # The comparison needs bitwise the slices of which the extremum was taken.
         kept = lax.optimization_barrier(lax.stop_gradient(kept))
         extremum = broadcast_p.bind(primitive.bind(kept, **params), **params)
-        operands = [group, kept, extremum, *([] if mask is None else [mask])]
+        operands = [group, kept, extremum, *([] if part is None else [part.of_groups])]
         indices = map_leaves(block, index_if_attained, *operands, **params)
         return reduce_min_p.bind(indices, **params)
 

@@ -1,22 +1,22 @@
 """Which groups take part in a reduction, and in which segment of its result.
 
-Input: the arguments `where=`, `by=`, `num=` and `default=` of a reduction. Output: one
-mask for all leaves, partitioned bool `[n]`, or `[n, num]` with segments; and leaves in
-which the identity of the reduction replaces the slices that the mask leaves out.
+Input: the arguments `where=`, `by=`, `num=` and `default=` of a reduction. Output: the
+`Participation` of the groups, for all leaves; and leaves in which the identity of the
+reduction replaces the slices of groups that take no part.
 
 A reduction by segment reduces, of each group, an array `[num, *s]` that holds the slice
 at the position of the group's segment, and the identity elsewhere. So it is one
-all-reduce, whose transpose looks up the cotangent of the group's segment.
+all-reduce, whose transpose looks up the cotangent of the group's segment. What runs it
+on a device does the work of the slices alone (`_primitives/segments.py`).
 
 Invariants: infinities and NaNs of groups that are left out reach neither values nor
 derivatives; the transpose of `map_fn` sees to the latter.
-Sharp edge: the work of a group grows with `num`.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -28,35 +28,63 @@ from drjax._api.validate import as_array
 from drjax._compat.types import Array, GlobalArray, PartitionedArray
 from drjax._context import current_scope
 from drjax._errors import DrjaxTypeError, DrjaxValueError
+from drjax._primitives.segments import place_in_segment
 from drjax._primitives.select_slice import as_int32
 
 Mask = ArrayLike | Sequence[bool] | None
 Segments = ArrayLike | Sequence[int] | None
 
 
-def participation_mask(
-    block: str, where: Mask, by: Segments, num: int | None, params: BlockParams
-) -> PartitionedArray | None:
-    """Check `where=`, `by=` and `num=`, and compute the mask of a reduction.
+@dataclass(frozen=True)
+class Participation:
+    """Which groups take part in a reduction, or in which of its segments.
 
-    None if all groups take part, without segments. Else a partitioned bool array:
-    `[n]`, True for groups that take part; or with segments `[n, num]`, True for the
-    segment of each group that takes part, so at most once for each group. Groups whose
-    segment is not in 0 to num - 1 do not take part.
+    Attributes:
+      of_groups: bool `[n]`, True for groups that take part. With segments int32 `[n]`,
+        the segment of each group, and `num` for one that takes no part.
+      num: The number of segments; None: without segments.
+    """
+
+    of_groups: PartitionedArray
+    num: int | None = None
+
+    def takes(self, own: Array) -> Array:
+        """Whether a group takes part, of its element of `of_groups`: bool `[]`."""
+        return own if self.num is None else own < self.num
+
+    def place(self, own: Array, slice_: Array, fill: ArrayLike) -> Array:
+        """Keep one group's slice if it takes part, and fill in a number elsewhere.
+
+        `own` is its element of `of_groups`. The result is `[*s]`; or with segments
+        `[num, *s]`.
+        """
+        if self.num is None:
+            return jnp.where(own, slice_, jnp.asarray(fill, slice_.dtype))
+        return place_in_segment(own, slice_, self.num, fill)
+
+
+def participation(
+    block: str, where: Mask, by: Segments, num: int | None, params: BlockParams
+) -> Participation | None:
+    """Check `where=`, `by=` and `num=` of a reduction; None if all groups take part.
+
+    Groups whose segment is not in 0 to num - 1 do not take part.
     """
     mask = None if where is None else check_where(block, where, params)
     if by is None and num is None:
-        return mask
+        return None if mask is None else Participation(mask)
     _leave_groups_out()
-    num = _check_num(block, by, num)
+    segments = _check_num(block, by, num)
     by = _check_segments(block, by, params)
 
     def segment_of(by: Array, *taken: Array) -> Array:
-        hit = jnp.arange(num, dtype=jnp.int32) == as_int32(by, -1, num)
-        return hit & taken[0] if taken else hit
+        own = as_int32(by, -1, segments)
+        inside = (own >= 0) & (own < segments)
+        inside = inside & taken[0] if taken else inside
+        return jnp.where(inside, own, jnp.int32(segments))
 
     taken = () if mask is None else (mask,)
-    return map_leaves("by", segment_of, by, *taken, **params)
+    return Participation(map_leaves("by", segment_of, by, *taken, **params), segments)
 
 
 def check_where(block: str, where: Mask, params: BlockParams) -> PartitionedArray:
@@ -133,35 +161,21 @@ def _for_each_group(
 
 def keep_slices(
     block: str,
-    mask: PartitionedArray | None,
+    part: Participation | None,
     leaf: PartitionedArray,
     fill: ArrayLike,
     **params: Any,
 ) -> PartitionedArray:
     """Replace slices that take no part in a reduction by a number without effect on it.
 
-    The number is the identity of the reduction, as 0 of a sum. The mask is that of
-    `participation_mask`. With segments, each group gets an array with one position for
-    each segment, `[num, *s]`: its slice is at the position of its segment, and the
-    number everywhere else.
+    The number is the identity of the reduction, as 0 of a sum. With segments, each
+    group gets an array with one position for each segment, `[num, *s]`: its slice is at
+    the position of its segment, and the number everywhere else.
     """
-    if mask is None:
+    if part is None:
         return leaf
-
-    def keep_or_fill(mask: Array, slice_: Array) -> Array:
-        return place(mask, slice_, fill)
-
-    return map_leaves(block, keep_or_fill, mask, leaf, **params)
-
-
-def place(mask: Array, slice_: Array, fill: ArrayLike) -> Array:
-    """Keep one group's slice where its mask is True, and fill in a number elsewhere.
-
-    The mask is `[]`; or with segments `[num]`, and the result is one of the two for
-    each segment, `[num, *s]`.
-    """
-    choose = lambda taken: jnp.where(taken, slice_, jnp.asarray(fill, slice_.dtype))
-    return jax.vmap(choose)(mask) if mask.ndim else choose(mask)
+    keep = lambda own, slice_: part.place(own, slice_, fill)
+    return map_leaves(block, keep, part.of_groups, leaf, **params)
 
 
 # ---------------------------------------------------------------------------------

@@ -24,18 +24,19 @@ from drjax._api.collective_options import (
 from drjax._api.levels import Over, mesh_argument, over_levels, reduce_parts
 from drjax._api.participation import (
     Mask,
+    Participation,
     Segments,
     check_default,
     keep_slices,
     or_default,
-    participation_mask,
-    place,
+    participation,
 )
 from drjax._api.resolve import (
     BlockParams,
     MeshLike,
     PartitionLike,
     group_axis_size,
+    map_leaves,
     partitioned_leaves,
     resolve,
 )
@@ -127,8 +128,8 @@ def _weighted_mean_outwards(
         mesh: MeshLike = None,
     ) -> tuple[list[GlobalArray], list[GlobalArray]]:
         params = resolve(block, mesh, None)
-        mask = participation_mask(block, where, by, num, params)
-        sums = _weighted_sums(block, x, w, mask, {}, params)
+        part = participation(block, where, by, num, params)
+        sums = _weighted_sums(block, x, w, part, {}, params)
         for share in sums[0]:
             check_encodable(block, share, checked)
         return sums
@@ -231,16 +232,15 @@ def reduce_sum(
     2020, "Secure single-server aggregation with (poly)logarithmic overhead".
     """
     params = resolve("reduce_sum", mesh, partition)
-    mask = participation_mask("reduce_sum", where, by, num, params)
+    part = participation("reduce_sum", where, by, num, params)
     options = collective_options("reduce_sum", wire, result)
     n = params["partition"].size
-    options |= secure_options(secure, min_groups, mask, n, wire, bound)
+    options |= secure_options(secure, min_groups, part, n, wire, bound)
 
     def summand(leaf: PartitionedArray) -> PartitionedArray:
         check_numeric("reduce_sum", leaf)
-        leaf = promote_sum(
-            "reduce_sum", keep_slices("reduce_sum", mask, leaf, 0, **params)
-        )
+        leaf = promote_sum("reduce_sum", leaf)
+        leaf = keep_slices("reduce_sum", part, leaf, 0, **params)
         check_encodable("reduce_sum", leaf, options)
         return leaf
 
@@ -302,11 +302,11 @@ def reduce_mean(
     Source: Rush et al. 2024, section 3.
     """
     params = resolve("reduce_mean", mesh, partition)
-    mask = participation_mask("reduce_mean", where, by, num, params)
+    part = participation("reduce_mean", where, by, num, params)
     default = check_default("reduce_mean", default)
     options = collective_options("reduce_mean", wire, result)
-    if mask is not None:
-        return _weighted_mean("reduce_mean", x, None, mask, default, options, params)
+    if part is not None:
+        return _weighted_mean("reduce_mean", x, None, part, default, options, params)
 
     def summand(leaf: PartitionedArray) -> PartitionedArray:
         check_numeric("reduce_mean", leaf)
@@ -374,10 +374,10 @@ def reduce_weighted_mean(
     block = "reduce_weighted_mean"
     _check_given(w)
     params = resolve(block, mesh, partition)
-    mask = participation_mask(block, where, by, num, params)
+    part = participation(block, where, by, num, params)
     default = check_default(block, default)
     options = collective_options(block, wire, result)
-    return _weighted_mean(block, x, w, mask, default, options, params)
+    return _weighted_mean(block, x, w, part, default, options, params)
 
 
 # ---------------------------------------------------------------------------------
@@ -388,7 +388,7 @@ def _weighted_mean(
     block: str,
     x: PyTree,
     w: PyTree | None,
-    mask: PartitionedArray | None,
+    part: Participation | None,
     default: GlobalArray | None,
     options: dict[str, Any],
     params: BlockParams,
@@ -398,7 +398,7 @@ def _weighted_mean(
     The sums are those of `_weighted_sums`. If the weights add up to zero, the mean is
     the default; None: NaN.
     """
-    sums = _weighted_sums(block, x, w, mask, options, params)
+    sums = _weighted_sums(block, x, w, part, options, params)
     return _quotients(block, x, *sums, default)
 
 
@@ -406,14 +406,14 @@ def _weighted_sums(
     block: str,
     x: PyTree,
     w: PyTree | None,
-    mask: Any,
+    part: Participation | None,
     options: dict[str, Any],
     params: BlockParams,
 ) -> tuple[list[GlobalArray], list[GlobalArray]]:
     """Compute the sums `sum_i w_i x_i` and `sum_i w_i`, for each leaf of a tree.
 
     The weights are as `check_weights` takes them; None: each group that takes part has
-    the weight 1, and there is a mask. The mask is that of `participation_mask`.
+    the weight 1, and some may take no part, so that there is a `Participation`.
     `options` are the parameters `wire` and `sharded` of the sums of products.
 
     A weighted sum is `[*s]`, or with segments `[num, *s]`; the shape of a sum of
@@ -428,8 +428,9 @@ def _weighted_sums(
     if w is not None:
         weights = check_weights(w, tree, leaves, params["partition"])
     layout = make_layout(**params)
-    weigh = lambda mask, weight, leaf: _weigh(mask, weight, leaf)
+    weigh = lambda own, weight, leaf: _weigh(part, own, weight, leaf)
     weigh.__name__ = OF_LIBRARY + block  # plans and profiles show it
+    own = None if part is None else part.of_groups
     totals: dict[Any, jax.Array] = {}  # one sum for each weight, not for each leaf
     keys, products = [], []
     for leaf, weight in zip(leaves, weights, strict=True):
@@ -437,20 +438,33 @@ def _weighted_sums(
         real = jnp.finfo(_wide(leaf.dtype)).dtype
         key = (id(weight), real)
         if key not in totals:
-            kept = (
-                mask
-                if weight is None
-                else keep_slices(block, mask, weight, 0, **params)
-            )
-            wide_weight = lax.convert_element_type(as_operand(kept, layout, True), real)
-            totals[key] = reduce_sum_p.bind(wide_weight, **params)
+            kept = _weights_to_add(block, part, weight, real, params)
+            totals[key] = reduce_sum_p.bind(as_operand(kept, layout, True), **params)
         # A tree, as a mapped function has no argument None.
-        operands, structure = jax.tree.flatten((mask, weight, leaf))
+        operands, structure = jax.tree.flatten((own, weight, leaf))
         products.append(call_mapped(weigh, operands, structure, **params))
         check_encodable(block, products[-1], options)
         keys.append(key)
     shares = bind_sums(reduce_sum_p, products, options, params)
     return shares, [totals[key] for key in keys]
+
+
+def _weights_to_add(
+    block: str,
+    part: Participation | None,
+    weight: PartitionedArray | None,
+    real: jnp.dtype,
+    params: BlockParams,
+) -> PartitionedArray:
+    """Return the weights of the groups that take part, each in its segment, to add."""
+    if weight is not None:
+        weight = lax.convert_element_type(weight, real)
+        return keep_slices(block, part, weight, 0, **params)
+    assert part is not None
+    if part.num is None:
+        return lax.convert_element_type(part.of_groups, real)
+    one = lambda own: part.place(own, jnp.ones((), real), 0)
+    return map_leaves(block, one, part.of_groups, **params)
 
 
 def _quotients(
@@ -482,24 +496,31 @@ def _wide(dtype: jnp.dtype) -> jnp.dtype:
     return dtype if dtype.itemsize >= 4 else jnp.dtype(jnp.float32)
 
 
-def _weigh(mask: Array | None, weight: Array | None, leaf: Array) -> Array:
+def _weigh(
+    part: Participation | None, own: Array | None, weight: Array | None, leaf: Array
+) -> Array:
     """Multiply one group's slice by its weight, in float32 or wider.
 
-    The mask is `[]`, or with segments `[num]`, and the product `[*s]` or `[num, *s]`,
-    with zeros where the mask is False. The shape of the weight is a leading part of
-    `[*s]`.
+    `own` is the group's element of `part.of_groups`. The product is `[*s]`, or with
+    segments `[num, *s]`, with zeros where the group takes no part. The shape of the
+    weight is a leading part of `[*s]`.
     """
     wide = _wide(leaf.dtype)
-    if mask is not None:
-        # Also the factors: 0 * NaN would spread in the derivative of the product.
-        taken = jnp.any(mask)
-        weight = weight if weight is None else place(taken, weight, 0)
-        leaf = place(taken, leaf, 0)
-    product = leaf.astype(wide)
-    if weight is not None:
-        weight = lax.expand_dims(weight, range(weight.ndim, leaf.ndim))
-        product = weight.astype(jnp.finfo(wide).dtype) * product
-    return product if mask is None else place(mask, product, 0)
+    if part is None or own is None:
+        return leaf.astype(wide) if weight is None else _times(weight, leaf, wide)
+    if weight is None:
+        return part.place(own, leaf.astype(wide), 0)
+    # Also the factors: 0 * NaN would spread in the derivative of the product.
+    taken = part.takes(own)
+    keep = lambda x: jnp.where(taken, x, jnp.zeros((), x.dtype))
+    weight, leaf = keep(weight), keep(leaf)
+    return part.place(own, _times(weight, leaf, wide), 0)
+
+
+def _times(weight: Array, leaf: Array, dtype: jnp.dtype) -> Array:
+    """Multiply a slice by a weight whose shape is a leading part of its own."""
+    weight = lax.expand_dims(weight, range(weight.ndim, leaf.ndim))
+    return weight.astype(jnp.finfo(dtype).dtype) * leaf.astype(dtype)
 
 
 def _divide(

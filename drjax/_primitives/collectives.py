@@ -28,6 +28,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad
@@ -55,6 +56,12 @@ from drjax._primitives.device_sums import (
 )
 from drjax._primitives.lowered_equations import MlirValue, lowered_equations, map_of
 from drjax._primitives.registration import SlotIndices, Tangent
+from drjax._primitives.segments import (
+    InSegments,
+    is_neutral,
+    placed_aval,
+    reduce_segments,
+)
 from drjax._sharding.avals import (
     global_aval,
     inner_spec,
@@ -134,7 +141,7 @@ reduce_sum_p = registration.new_primitive("reduce_sum")
 
 def _local_sum(
     layout: Layout,
-    x: DeviceArray,
+    x: DeviceArray | InSegments,
     indices: SlotIndices,
     scale: float | None = None,
     rounded: bool = True,
@@ -144,8 +151,11 @@ def _local_sum(
     16-bit floats are added in float32. The sum is multiplied by `scale`, and then
     rounded to the dtype of `x`; of 16-bit floats it stays in float32 if not `rounded`.
     """
-    x = layout.mask_padding(x, indices, 0)
-    total = jnp.sum(x, axis=0, dtype=accumulator(x.dtype))
+    wide = accumulator(x.dtype)
+    if isinstance(x, InSegments):
+        total = reduce_segments(np.add, x.without_padding(layout, indices), 0, wide)
+    else:
+        total = jnp.sum(layout.mask_padding(x, indices, 0), axis=0, dtype=wide)
     total = total if scale is None else total * scale
     return total.astype(x.dtype) if rounded else total
 
@@ -174,30 +184,55 @@ def execute_reduce_sum(
     def total(x: DeviceArray, indices: SlotIndices = None) -> Array:
         return _local_sum(layout, x, indices, rounded=wire is None)
 
-    return _add_on_devices(layout, total, x, wire, sharded)
+    aval = global_aval(_compat.typeof(x), layout)
+    return _add_on_devices(layout, total, [x], aval, wire, sharded)
+
+
+def _execute_sum_by_segment(
+    segments: PartitionedArray,
+    slices: PartitionedArray,
+    *,
+    num: int,
+    partition: Partition,
+    mesh: Mesh | None,
+    wire: Wire | None = None,
+    sharded: bool = False,
+) -> GlobalArray:
+    """As `execute_reduce_sum`, of slices `[n, *s]` in their segments: `[num, *s]`."""
+    layout = make_layout(partition, mesh)
+
+    def total(
+        segments: DeviceArray, slices: DeviceArray, indices: SlotIndices = None
+    ) -> Array:
+        x = InSegments(segments, slices, num)
+        return _local_sum(layout, x, indices, rounded=wire is None)
+
+    aval = placed_aval(global_aval(_compat.typeof(slices), layout), num)
+    return _add_on_devices(layout, total, [segments, slices], aval, wire, sharded)
 
 
 def _add_on_devices(
     layout: Layout,
     total: Callable[..., Array],
-    x: PartitionedArray,
+    xs: Sequence[PartitionedArray],
+    aval: Aval,
     wire: Wire | None,
     sharded: bool,
 ) -> GlobalArray:
     """Sum a partitioned value: on each device over its groups, then over the devices.
 
-    `total(slices)` sums the slices of a device to `[*s]`. If some slots are padding, it
-    is called as `total(slices, indices)`. With a `wire`, its result may be of another
-    dtype than `x`; the result here has that of `x`.
+    `total(*slices)` sums the slices of a device of `xs` to `[*s]`. If some slots are
+    padding, it is called as `total(*slices, indices)`. With a `wire`, its result may be
+    of another dtype than the result here, which has the type `aval`.
     """
-    axis = _axis_to_divide(layout, global_aval(_compat.typeof(x), layout), sharded)
+    axis = _axis_to_divide(layout, aval, sharded)
 
-    def body(x: DeviceArray, *indices: SlotIndices) -> list[Array]:
-        sums = add_devices(layout, [total(x, *indices)], [wire], [axis])
-        return [y.astype(x.dtype) for y in sums]
+    def body(*xs: DeviceArray) -> list[Array]:
+        sums = add_devices(layout, [total(*xs)], [wire], [axis])
+        return [y.astype(aval.dtype) for y in sums]
 
     return shard_map_over_devices(
-        layout, body, [x], [True], [sharded_spec(layout, axis)],
+        layout, body, xs, [True] * len(xs), [sharded_spec(layout, axis)],
         with_indices=layout.uneven,
     )[0]  # fmt: skip
 
@@ -266,12 +301,25 @@ def _lower_reduce_sum(
     the same partition and mesh. If `LoweredMap.sums` of that map has the result, the
     map computes each device's sum over its groups, without storing a slice for each
     group. Then `execute_reduce_sum` adds up these sums, which it gets as a value of a
-    partition with one group for each device. Else it gets the operand itself.
+    partition with one group for each device. Else it gets the operand itself; but of
+    slices in segments (`LoweredMap.placed`) the slices.
     """
     operand = x, ctx.avals_in[0]
     placement = {"partition": partition, "mesh": mesh}
     a_map, index = map_of(ctx, x, placement)
     if a_map is not None:
+        placed = a_map.placed.get(index)
+        if placed is not None and is_neutral(np.add, placed.fill, 0):
+            options = {k: v for k, v in options.items() if k in ("wire", "sharded")}
+            return _compat.lower_function(
+                ctx,
+                _execute_sum_by_segment,
+                [placed.segments, placed.slices],
+                False,
+                num=placed.num,
+                **placement,
+                **options,
+            )
         sums = a_map.sums(ctx)
         if index in sums:
             operand, placement = sums[index], a_map.device_placement
@@ -342,7 +390,8 @@ def execute_reduce_mean(
         scale = 1 / n if early else None
         return _local_sum(layout, x, indices, scale, rounded=wire is None)
 
-    y = _add_on_devices(layout, total, x, wire, sharded)
+    aval = global_aval(_compat.typeof(x), layout)
+    y = _add_on_devices(layout, total, [x], aval, wire, sharded)
     return y if early else y / n
 
 
@@ -561,7 +610,10 @@ register_linear(
 partial_reduction.register_merging(
     reduce_sum_p,
     partial_reduction.Merging(
-        _local_sum, lambda y, axes: lax.psum(vary(y, axes), axes), is_sum=True
+        _local_sum,
+        lambda y, axes: lax.psum(vary(y, axes), axes),
+        np.add,
+        lambda dtype: 0,
     ),
 )
 register_linear(

@@ -18,7 +18,7 @@ of. An optimization barrier prevents that the compiler rematerializes x in betwe
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -40,9 +40,10 @@ from drjax._compat.types import (
 from drjax._partition import Partition
 from drjax._primitives import partial_reduction, registration
 from drjax._primitives.collectives import broadcast_p, reduce_sum_p
-from drjax._primitives.lowered_equations import MlirValue
+from drjax._primitives.lowered_equations import MlirValue, map_of
 from drjax._primitives.map_fn import map_slices
 from drjax._primitives.registration import SlotIndices, Tangent
+from drjax._primitives.segments import InSegments, is_neutral, reduce_segments
 from drjax._sharding.avals import global_aval
 from drjax._sharding.execute import shard_map_over_devices, vary
 from drjax._sharding.layout import Layout, make_layout
@@ -51,33 +52,42 @@ reduce_max_p = registration.new_primitive("reduce_max")
 reduce_min_p = registration.new_primitive("reduce_min")
 
 
-def _executor(
-    local: Callable[[Layout, DeviceArray, SlotIndices], Array], largest: bool
-) -> Callable:
+# A reduction of the slices of a device to `[*s]`, without padding.
+_Local: TypeAlias = Callable[[Layout, DeviceArray | InSegments, SlotIndices], Array]
+
+
+def _executor(local: _Local, largest: bool) -> Callable:
     """Make the execution function of `reduce_max` (`largest`) or `reduce_min`.
 
-    `local(layout, x, indices)` reduces the slices of a device to `[*s]`.
+    With `num`, it takes the segments and the slices of the groups.
     """
 
     def execute(
-        x: PartitionedArray, *, partition: Partition, mesh: Mesh | None
+        *xs: PartitionedArray,
+        partition: Partition,
+        mesh: Mesh | None,
+        num: int | None = None,
     ) -> GlobalArray:
         layout = make_layout(partition, mesh)
 
-        def body(x: DeviceArray, indices: SlotIndices = None) -> list[Array]:
+        def body(*xs: DeviceArray) -> list[Array]:
+            *xs, indices = xs if layout.uneven else (*xs, None)
+            x = xs[0] if num is None else InSegments(*xs, num)
             y = local(layout, x, indices)
             return [across_devices(y, layout.axes, largest) if layout.axes else y]
 
         return shard_map_over_devices(
-            layout, body, [x], [True], [False], with_indices=layout.uneven
+            layout, body, xs, [True] * len(xs), [False], with_indices=layout.uneven
         )[0]
 
     return execute
 
 
 def _local_extremum(
-    reduce: Callable[..., Array], identity: Callable[[DTypeLike], Any]
-) -> Callable[[Layout, DeviceArray, SlotIndices], Array]:
+    ufunc: np.ufunc,
+    reduce: Callable[..., Array],
+    identity: Callable[[DTypeLike], Any],
+) -> _Local:
     """Make the reduction of a device's slices, which leaves out padding.
 
     `reduce` is `jnp.max` or `jnp.min`, and `identity` makes of a dtype the number that
@@ -85,8 +95,14 @@ def _local_extremum(
     for a minimum.
     """
 
-    def local(layout: Layout, x: DeviceArray, indices: SlotIndices) -> Array:
-        return reduce(layout.mask_padding(x, indices, identity(x.dtype)), axis=0)
+    def local(
+        layout: Layout, x: DeviceArray | InSegments, indices: SlotIndices
+    ) -> Array:
+        fill = identity(x.dtype)
+        if isinstance(x, InSegments):
+            own = x.without_padding(layout, indices)
+            return reduce_segments(ufunc, own, fill, x.dtype)
+        return reduce(layout.mask_padding(x, indices, fill), axis=0)
 
     return local
 
@@ -186,15 +202,25 @@ def _jvp_rule(primitive: Primitive) -> Callable:
     return jvp
 
 
-def _lowering_rule(primitive: Primitive, execute: Callable) -> Callable:
+def _lowering_rule(
+    primitive: Primitive, ufunc: np.ufunc, identity: Callable, execute: Callable
+) -> Callable:
     """Make the lowering rule of an extremum: a `reduction_rule`.
 
-    Where it does not merge, `execute`, the execution function, is lowered.
+    Where it does not merge, `execute`, the execution function, is lowered, for slices
+    in segments of the slices.
     """
 
     def alone(
         ctx: LoweringRuleContext, x: MlirValue, **params: Any
     ) -> Sequence[MlirValue]:
+        a_map, index = map_of(ctx, x, params)
+        placed = None if a_map is None else a_map.placed.get(index)
+        neutral = identity(ctx.avals_in[0].dtype)
+        if placed is not None and is_neutral(ufunc, placed.fill, neutral):
+            operands = [placed.segments, placed.slices]
+            params = {**params, "num": placed.num}
+            return _compat.lower_function(ctx, execute, operands, False, **params)
         return _compat.lower_cached_function(
             ctx, execute, (x, ctx.avals_in[0]), **params
         )
@@ -207,18 +233,18 @@ def _abstract_eval(x: Aval, *, partition: Partition, mesh: Mesh | None) -> Aval:
     return global_aval(x, make_layout(partition, mesh)).update(weak_type=False)
 
 
-for _primitive, _reduce, _identity, _largest in (
-    (reduce_max_p, jnp.max, lowest, True),
-    (reduce_min_p, jnp.min, highest, False),
+for _primitive, _ufunc, _reduce, _identity, _largest in (
+    (reduce_max_p, np.maximum, jnp.max, lowest, True),
+    (reduce_min_p, np.minimum, jnp.min, highest, False),
 ):
-    _local = _local_extremum(_reduce, _identity)
+    _local = _local_extremum(_ufunc, _reduce, _identity)
     _execute = _executor(_local, _largest)
     registration.register_execution(
-        _primitive, _execute, _lowering_rule(_primitive, _execute)
+        _primitive, _execute, _lowering_rule(_primitive, _ufunc, _identity, _execute)
     )
     _across = functools.partial(across_devices, largest=_largest)
     partial_reduction.register_merging(
-        _primitive, partial_reduction.Merging(_local, _across)
+        _primitive, partial_reduction.Merging(_local, _across, _ufunc, _identity)
     )
     _primitive.def_abstract_eval(_abstract_eval)
     ad.primitive_jvps[_primitive] = _jvp_rule(_primitive)

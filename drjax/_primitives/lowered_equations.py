@@ -2,7 +2,7 @@
 
 Input: for each equation of `broadcast` and of `map_fn`, what its lowering rule records
 here. Output: for the MLIR value of a later equation's operand, the equation of which it
-is a result. The lowering rules merge three pairs of equations, as hand-written code
+is a result. The lowering rules merge four pairs of equations, as hand-written code
 does:
 
 * A map whose operand is the result of a `broadcast` reads the source of the broadcast,
@@ -15,6 +15,8 @@ does:
 
   The inner sums are a partitioned value of one group a device, and `reduce_sum` over
   that partition is the outer one. (The rules are in `map_fn.py`, `collectives.py`.)
+* A reduction of slices in segments, which a map has placed there, reduces the slices
+  by segment: see `segments.py`.
 * A reduction of a map's result that is itself the same reduction over an inner level is
   one collective over the mesh axes of both: see `partial_reduction.py`.
 
@@ -63,6 +65,23 @@ class InnerReduction:
     position: int
 
 
+@dataclass(frozen=True)
+class PlacedResult:
+    """One result of a map that is each group's slice in its segment, `[n, num, *s]`.
+
+    Attributes:
+      segments: The operand of the groups' segments, int32 `[n]`.
+      slices: That of their slices, `[n, *s]`.
+      num: The number of segments.
+      fill: The number around each slice.
+    """
+
+    segments: Operand
+    slices: Operand
+    num: int
+    fill: Any
+
+
 class LoweredMap(Protocol):
     """A lowered `map_fn` equation, which can lower sums of its results, too.
 
@@ -70,11 +89,14 @@ class LoweredMap(Protocol):
       partial: From the position of each result that the mapped function reduces over an
         inner level of groups, to how it does, and the additional result of the map,
         `[n, m, *s]`: the part of the reduction on each of the inner level's m devices.
+      placed: The results that are slices in segments, by their positions. They are left
+        out where a device has one group, or may not scatter.
       placement: The parameters `partition` and `mesh` of the equation.
       device_placement: As `placement`; its partition has one group for each device.
     """
 
     partial: dict[int, tuple[InnerReduction, Operand]]
+    placed: dict[int, PlacedResult]
     placement: Placement
     device_placement: Placement
 

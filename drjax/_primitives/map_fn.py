@@ -96,6 +96,7 @@ from drjax._primitives.lowered_equations import (
     LoweredMap,
     MlirValue,
     Operand,
+    PlacedResult,
     Placement,
     lowered_equations,
 )
@@ -104,6 +105,7 @@ from drjax._primitives.partial_reduction import with_partial_reductions
 from drjax._primitives.partition_index import GroupAxis, with_index_of_device
 from drjax._primitives.rbg_per_group import rewrite_draws
 from drjax._primitives.registration import AxisData, Residuals, Tangent
+from drjax._primitives.segments import placements, scatters, with_segments
 from drjax._sharding.avals import group_aval, partitioned_aval, slices_aval
 from drjax._sharding.execute import (
     auto_partition,
@@ -836,7 +838,11 @@ def _lower_map(
     if layout.sharded and not gathers:
         extended, inner = with_partial_reductions(jaxpr)
         params = {**params, "jaxpr": extended}
-    contraction = None if inner else _contraction(layout, jaxpr)
+    placed = placements(jaxpr) if layout.per_device > 1 and scatters(layout) else {}
+    first = len(params["jaxpr"].out_avals)
+    if placed:
+        params = {**params, "jaxpr": with_segments(params["jaxpr"])}
+    contraction = None if inner or placed else _contraction(layout, jaxpr)
     stacks = []
     if contraction is None:
         outs = _compat.lower_function(ctx, run, operands, True, **params)
@@ -846,9 +852,23 @@ def _lower_map(
         i: (each, (outs[each.position], _partitioned_out(params, each.position)))
         for i, each in inner.items()
     }
+    of_groups = (
+        (outs[i], _partitioned_out(params, i)) for i in range(first, len(outs))
+    )
+    in_segments = {
+        i: PlacedResult(next(of_groups), next(of_groups), each.num, each.fill)
+        for i, each in placed.items()
+    }
     outs = outs[: len(jaxpr.out_avals)]
     a_map = _MapWithSums(
-        placement, operands, tuple(shared), jaxpr, partial, contraction, stacks
+        placement,
+        operands,
+        tuple(shared),
+        jaxpr,
+        partial,
+        in_segments,
+        contraction,
+        stacks,
     )
     lowered.maps.update({out: (a_map, i) for i, out in enumerate(outs)})
     return outs
@@ -966,12 +986,13 @@ class _MapWithSums(LoweredMap):
         shared: Flags,
         jaxpr: ClosedJaxpr,
         partial: dict[int, tuple[InnerReduction, Operand]],
+        placed: dict[int, PlacedResult],
         contraction: _Contraction | None,
         stacks: Sequence[Stack],
     ) -> None:
         self._contraction, self._stacks = contraction, stacks
         self.placement, self._operands, self.partial = placement, operands, partial
-        self._shared, self._jaxpr = shared, jaxpr
+        self._shared, self._jaxpr, self.placed = shared, jaxpr, placed
         p, self._layout = placement["partition"], make_layout(**placement)
         devices = Partition(p.name, self._layout.devices, p.mesh_axes)
         self.device_placement = {**placement, "partition": devices}

@@ -33,8 +33,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters.mlir import LoweringRuleContext
+from jax.typing import ArrayLike, DTypeLike
 
 from drjax import _compat
 from drjax._compat.types import (
@@ -50,6 +52,7 @@ from drjax._partition import Partition
 from drjax._primitives import registration
 from drjax._primitives.lowered_equations import InnerReduction, MlirValue, map_of
 from drjax._primitives.registration import SlotIndices
+from drjax._primitives.segments import InSegments, is_neutral
 from drjax._sharding.avals import global_aval, partitioned_aval
 from drjax._sharding.execute import (
     shard_map_over_devices,
@@ -64,18 +67,33 @@ class Merging:
     """How a reduction is split between the devices and the collective.
 
     Attributes:
-      local: `local(layout, x, indices)` reduces the slices `[k, *s]` of a device's k
-        slots (places for one group) to `[*s]`. `indices` are the group indices of the
-        slots, int32 `[k]`, to leave out padding; None if no slot is padding.
+      local: `local(layout, x, indices)` reduces the slices `[k, *s]`, or `InSegments`,
+        of a device's k slots (places for one group) to `[*s]`. `indices` are the group
+        indices of the slots, int32 `[k]`, to leave out padding; None if no slot is
+        padding.
       across: `across(y, axes)` reduces the devices' values `[*s]` over mesh axes.
-      is_sum: Whether it is the sum. Only of a sum can the lowering of the `map_fn` that
-        computes the slices return the device's partial sums itself, so that no
-        `[n, *s]` is stored (`LoweredMap.sums`).
+      ufunc: The binary function of the reduction, as a NumPy ufunc.
+      identity: From a dtype to the number that is neutral for it.
     """
 
     local: Callable
     across: Callable
-    is_sum: bool = False
+    ufunc: np.ufunc
+    identity: Callable[[DTypeLike], Any]
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether it is the sum.
+
+        Only of a sum can the lowering of the `map_fn` that computes the slices return
+        the device's partial sums itself, so that no `[n, *s]` is stored
+        (`LoweredMap.sums`).
+        """
+        return self.ufunc is np.add
+
+    def is_neutral(self, fill: ArrayLike, dtype: DTypeLike) -> bool:
+        """Whether a number around slices in segments has no effect."""
+        return is_neutral(self.ufunc, fill, self.identity(dtype))
 
 
 _REDUCTIONS: dict[Primitive, Merging] = {}
@@ -99,26 +117,29 @@ partial_reduction_p = registration.new_primitive("partial_reduction")
 
 
 def execute_partial_reduction(
-    x: PartitionedArray,
-    *,
+    *xs: PartitionedArray,
     partition: Partition,
     mesh: Mesh | None,
     reduction: Primitive,
+    num: int | None = None,
 ) -> PartitionedArray:
     """Reduce the slices on each of m devices: slice d of `[m, *s]` is that of device d.
 
     There is no communication. Padding is left out. `reduction` is one for which
-    `register_merging` was called, and the mesh has the partition's axes.
+    `register_merging` was called, and the mesh has the partition's axes. With `num`,
+    `xs` are the segments and the slices of the groups.
     """
     layout = make_layout(partition, mesh)
 
-    def body(x: DeviceArray, indices: SlotIndices = None) -> list[Array]:
+    def body(*xs: DeviceArray) -> list[Array]:
+        *xs, indices = xs if layout.uneven else (*xs, None)
+        x = xs[0] if num is None else InSegments(*xs, num)
         y = _REDUCTIONS[reduction].local(layout, x, indices)
         return [vary(y, layout.axes)[None]]
 
     # None: one slice a device.
     return shard_map_over_devices(
-        layout, body, [x], [True], [None], with_indices=layout.uneven
+        layout, body, xs, [True] * len(xs), [None], with_indices=layout.uneven
     )[0]
 
 
@@ -151,10 +172,15 @@ def _partial_reduction_rule(
         sums = a_map.sums(ctx)
         if index in sums:
             return [sums[index][0]]
-    params = {**placement, "reduction": reduction}
-    operand = x, ctx.avals_in[0]
+    params, operands = {**placement, "reduction": reduction}, [(x, ctx.avals_in[0])]
+    placed = None if a_map is None else a_map.placed.get(index)
+    if placed is not None and _REDUCTIONS[reduction].is_neutral(
+        placed.fill, ctx.avals_in[0].dtype
+    ):
+        operands = [placed.segments, placed.slices]
+        params["num"] = placed.num
     return _compat.lower_function(
-        ctx, execute_partial_reduction, [operand], False, **params
+        ctx, execute_partial_reduction, operands, False, **params
     )
 
 

@@ -53,6 +53,11 @@ from drjax._primitives.extrema import (
     reduce_max_p,
     reduce_min_p,
 )
+from drjax._primitives.segments import (
+    InSegments,
+    combine_segments,
+    reduce_segments,
+)
 from drjax.plan import Reduce
 
 # A running sum has a second accumulator, for the rounding errors, if that is cheap (at
@@ -121,11 +126,14 @@ class ReduceOp:
     if_no_group: float = 0.0
     lax_primitives: tuple[Any, ...] = ()
 
-    def local(self, slices: DeviceArray) -> Array:
+    def local(self, slices: DeviceArray | InSegments) -> Array:
         """Reduce slices of k groups over axis 0, to their partial reduction.
 
         Its dtype is `self.accumulator(slices.dtype)`.
         """
+        if isinstance(slices, InSegments):
+            wide, identity = self.accumulator(slices.dtype), self.identity(slices.dtype)
+            return reduce_segments(self.ufunc, slices, identity, wide)
         reduce = getattr(jnp, _OVER_AN_AXIS[self.ufunc])
         # No wider dtype: the result is bitwise one of the values.
         if self.selects:
@@ -259,6 +267,15 @@ def is_compensated(reduce: Reduce, steps: int) -> bool:
     return steps > MANY_STEPS or (isinstance(size, int) and size <= FEW_NUMBERS)
 
 
+def _compensated(value: Array, excess: Array, x: Array) -> tuple[Array, Array]:
+    """Add `x` to a sum with its excess by Kahan's method: see `Running`."""
+    x = x - excess
+    total = value + x
+    excess = (total - value) - x
+    # An infinite sum has the excess inf - inf = NaN, which must not spread.
+    return total, jnp.where(jnp.isfinite(excess), excess, 0)
+
+
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True)
 class Running:
@@ -285,20 +302,43 @@ class Running:
     value: Any
     excess: Any = None
 
-    def add(self, x: Array) -> "Running":
+    def add(self, x: Array | InSegments) -> "Running":
         """Combine the running reduction with a partial reduction of further groups.
 
-        `x` is `[*s]` in the dtype of `value`. The `excess` of the new running
-        reduction, the rounding error of its `value`, is None if that of this one is;
-        else `x` is added with the rounding error taken into account.
+        `x` is `[*s]` in the dtype of `value`, or the slices of groups in segments. The
+        `excess` of the new running reduction, the rounding error of its `value`, is
+        None if that of this one is; else `x` is added with the rounding error taken
+        into account.
         """
+        op = REDUCE_OPS[self.op]
+        if isinstance(x, InSegments):
+            if self.excess is None:
+                value = combine_segments(op.ufunc, self.value, x)
+                return Running(self.op, value)
+            if len(x.slices) < x.num:
+                return self._add_to_segments(x)
+            x = op.local(x)
         if self.excess is None:
-            return Running(self.op, REDUCE_OPS[self.op].combine(self.value, x))
-        x = x - self.excess
-        value = self.value + x
-        excess = (value - self.value) - x
-        # An infinite sum has the excess inf - inf = NaN, which must not spread.
-        excess = jnp.where(jnp.isfinite(excess), excess, 0)
+            return Running(self.op, op.combine(self.value, x))
+        return Running(self.op, *_compensated(self.value, self.excess, x))
+
+    def _add_to_segments(self, x: InSegments) -> "Running":
+        """Add the slices of a few groups, one after another, each to its segment."""
+        value, excess = self.value, self.excess
+        for segment, slice_ in zip(x.segments, x.slices, strict=True):
+            own = jnp.minimum(segment, x.num - 1)
+            of_segment = [
+                lax.dynamic_index_in_dim(y, own, 0, False) for y in (value, excess)
+            ]
+            new = _compensated(*of_segment, slice_.astype(value.dtype))
+            value, excess = (
+                lax.dynamic_update_index_in_dim(
+                    y, jnp.where(segment < x.num, after, before), own, 0
+                )
+                for y, before, after in zip(
+                    (value, excess), of_segment, new, strict=True
+                )
+            )
         return Running(self.op, value, excess)
 
     def tree_flatten(self) -> tuple[tuple[Any, Any], str]:

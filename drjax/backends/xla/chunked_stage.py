@@ -29,6 +29,14 @@ from drjax._plan_file.exported_stage import run_batched
 from drjax._primitives.contract_groups import group_sums
 from drjax._primitives.device_sums import add_devices, scattered_axis
 from drjax._primitives.reduce_ops import REDUCE_OPS, Running, is_compensated
+from drjax._primitives.segments import (
+    InSegments,
+    Placement,
+    is_neutral,
+    placements,
+    scatters,
+    with_segments,
+)
 from drjax._sharding.eval_on_mesh import evaluate_on_mesh
 from drjax._sharding.execute import full_of_type, sharded_spec
 from drjax._sharding.layout import Layout
@@ -89,6 +97,10 @@ class ChunkedStage:
         self._states = [[names.index(v.name) for v in f.fold.sources] for f in folds]
         self._sources = [names.index(r.source.name) for r in reduces]
         self._kept = [names.index(v.name) for v in kept]
+        # The outputs that are slices in segments, with the positions of their parts
+        # among the results of `self._jaxpr`.
+        self._jaxpr, self._dtypes = stage.jaxpr, [v.dtype for v in stage.outputs]
+        self._placed = {} if inner is not None else self._find_placed()
         inner_plan = None if inner is None else stage.inner
         chunks = () if inner_plan is None else read_in_chunks(inner_plan)
         # The first argument is the group index.
@@ -97,6 +109,18 @@ class ChunkedStage:
         # For each input of one group's function whether it has a slice for each group.
         self._partitioned = [True, *(v.partitioned for v in stage.inputs)]
         self._effects = _compat.effects_of(stage.jaxpr)
+
+    def _find_placed(self) -> dict[int, tuple[int, Placement]]:
+        """Find the outputs to reduce by segment; let the jaxpr return their parts."""
+        if self.stage.exported is not None or not scatters(self.layout):
+            return {}
+        placed = placements(self._jaxpr)
+        if not placed:
+            return {}
+        first = len(self._jaxpr.out_avals)
+        self._jaxpr = with_segments(self._jaxpr)
+        self._dtypes += [aval.dtype for aval in self._jaxpr.out_avals[first:]]
+        return {i: (first + 2 * j, x) for j, (i, x) in enumerate(placed.items())}
 
     def run(
         self, first: Array, slices: Sequence[Slices], step: int | None
@@ -244,6 +268,8 @@ class ChunkedStage:
         args = [x.index if isinstance(x, Stacked) else x for x in args]
 
         def one(*xs: Array) -> list[Array]:
+            if self._placed:
+                return as_arrays(evaluate_on_mesh(self._jaxpr, xs), self._dtypes)
             if self._inner is None:
                 return call(self.stage, xs)
             pairs = enumerate(xs)
@@ -278,7 +304,7 @@ class ChunkedStage:
             summed[i]
             # An output may have several reductions, of which not all are sums.
             if i in summed and REDUCE_OPS[reduce.op].additive
-            else self._reduce(reduce, outs[i], indices)
+            else self._reduce(reduce, outs, i, indices, alone)
             for reduce, i in zip(self.reduces, self._sources, strict=True)
         ]
         for work, chosen in zip(self.folds, self._states, strict=True):
@@ -322,15 +348,31 @@ class ChunkedStage:
         states = split_states(self.folds, [from_raw(x, v.dtype) for x, v in pairs])
         return [ChunkState(x, mask[0] if self.layout.uneven else None) for x in states]
 
-    def _reduce(self, reduce: Reduce, x: Array, indices: Array) -> Array:
+    def _reduce(
+        self,
+        reduce: Reduce,
+        outs: list[Array],
+        position: int,
+        indices: Array,
+        alone: bool,
+    ) -> Array | InSegments:
         """Return the partial reduction `[*s]` over a chunk's groups, without padding.
 
-        It has the accumulator dtype of the reduction. A mean is not divided yet.
+        It has the accumulator dtype of the reduction. A mean is not divided yet. Of
+        slices in segments it is these, unless the chunk is `alone`.
         """
-        op = REDUCE_OPS[reduce.op]
-        if self.layout.uneven:
-            x = self.layout.mask_padding(x, indices, op.identity(x.dtype))
+        op, x = REDUCE_OPS[reduce.op], outs[position]
+        identity = op.identity(x.dtype)
         with jax.named_scope(f"drjax.reduce_{reduce.op}"):
+            if position in self._placed and len(indices) + (not alone) > 1:
+                first, placed = self._placed[position]
+                if is_neutral(op.ufunc, placed.fill, identity):
+                    own = InSegments(*outs[first : first + 2], placed.num)
+                    padded = indices if self.layout.uneven else None
+                    own = own.without_padding(self.layout, padded)
+                    return op.local(own) if alone else own
+            if self.layout.uneven:
+                x = self.layout.mask_padding(x, indices, identity)
             return op.local(x)
 
 
@@ -384,7 +426,17 @@ def _empty_accumulators(
     kinds = jax.sharding.get_abstract_mesh().axis_types
     states: list = []
     if AxisType.Explicit in kinds or _compat.check_vma() or folds or other_shapes:
-        types = jax.eval_shape(chunk)[0]
+
+        def partials() -> list[Any]:
+            totals, _ = chunk()
+            ops = [REDUCE_OPS[reduce.op] for reduce in reduces]
+            of_segments = [
+                op.local(x) if isinstance(x, InSegments) else x
+                for op, x in zip(ops, totals, strict=False)
+            ]
+            return [*of_segments, *totals[len(ops) :]]
+
+        types = jax.eval_shape(partials)
         types, states = types[: len(reduces)], types[len(reduces) :]
     accumulators: list[Running | RunningFold] = []
     for reduce, like in zip(reduces, types, strict=True):

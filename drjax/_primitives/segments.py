@@ -1,0 +1,345 @@
+"""Slices at the place of a segment, and the reductions of them by segment.
+
+Input: the segment of one group, int32 `[]` from 0 to num, and its slice `[*s]`. Output:
+`[num, *s]`, the slice at its segment and a number elsewhere, by `place_in_segment`; its
+transpose, `slice_of_segment`, reads the slice of a segment out of `[num, *s]`. Of
+segment num there is no place: nothing is placed, and zeros are read.
+
+A reduction by segment, as `jax.ops.segment_sum`, is in programs and plans the reduction
+over the groups of what each has placed. So it needs no rules of its own, and one
+all-reduce. What runs it on a device recognizes the placement (`placements`), and
+reduces the k slices of the device into one array `[num, *s]` (`reduce_segments`):
+
+    sum_i place(g_i, x_i)[j] = sum {x_i : g_i = j}
+
+The work is that of k slices and not of num k, and there is no array `[k, num, *s]`.
+
+Invariants: infinities and NaNs reach their own segment only. Sharp edges: XLA aborts
+for a scatter or gather in an array that is sharded over two other mesh axes, and JAX
+asks for types on Explicit ones: there (`scatters`) all num places are written.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal
+from jax.interpreters import ad, batching
+from jax.sharding import AxisType, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
+
+from drjax import _compat
+from drjax._compat.types import Array, Atom, Aval, ClosedJaxpr, DeviceArray
+from drjax._jaxprs import walk
+from drjax._primitives import registration
+from drjax._primitives.registration import Tangent
+from drjax._sharding.execute import vary
+from drjax._sharding.layout import Layout, other_axes
+
+place_in_segment_p = registration.new_primitive("place_in_segment")
+slice_of_segment_p = registration.new_primitive("slice_of_segment")
+
+
+def place_in_segment(segment: Array, slice_: Array, num: int, fill: ArrayLike) -> Array:
+    """Place one group's slice, `[*s]`, in its segment of `[num, *s]`; `fill` others.
+
+    `fill` is a Python number.
+    """
+    return place_in_segment_p.bind(segment, slice_, num=num, fill=fill)
+
+
+def slice_of_segment(segment: Array, table: Array) -> Array:
+    """Read the slice of one group's segment from `[num, *s]`; zeros of segment num."""
+    return slice_of_segment_p.bind(segment, table)
+
+
+# ---------------------------------------------------------------------------------
+# Rules
+
+
+def _may_index() -> bool:
+    """Whether arrays of one group may be indexed on the mesh in context.
+
+    XLA aborts only where some axes are Manual, as those of the partition mostly are.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
+    auto = [size for kind, size in sizes if kind == AxisType.Auto and size > 1]
+    if AxisType.Explicit in mesh.axis_types:
+        return False
+    return AxisType.Manual not in mesh.axis_types or len(auto) <= 1
+
+
+def _hits(segment: Array, num: int) -> Array:
+    """Mark the place of a segment: bool `[..., num]` of segments `[...]`."""
+    shape = (*segment.shape, num)
+    places = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+    return lax.broadcast_in_dim(segment, shape, range(segment.ndim)) == places
+
+
+def _where(hits: Array, x: Array, fill: ArrayLike) -> Array:
+    """Choose `x` where a leading part of its shape is marked, else a number."""
+    hits = lax.expand_dims(hits, range(hits.ndim, x.ndim))
+    return jnp.where(hits, x, jnp.asarray(fill, x.dtype))
+
+
+def _execute_place(
+    segment: Array, slice_: Array, *, num: int, fill: ArrayLike
+) -> Array:
+    return jax.vmap(lambda hit: _where(hit, slice_, fill))(_hits(segment, num))
+
+
+def _execute_slice(segment: Array, table: Array) -> Array:
+    num = table.shape[0]
+    if not _may_index():
+        # One term is not zero, and it is not multiplied: nothing leaks.
+        kept = _where(_hits(segment, num), table, 0)
+        return _sum(kept, axis=0)
+    own = lax.dynamic_index_in_dim(table, jnp.minimum(segment, num - 1), 0, False)
+    return _where(segment < num, own, 0)
+
+
+def _sum(x: Array, axis: int) -> Array:
+    """Add up numbers of which at most one is not zero, in their own dtype."""
+    if x.dtype == jnp.bool_:
+        return jnp.any(x, axis=axis)
+    return jnp.sum(x, axis=axis, dtype=x.dtype)
+
+
+def placed_aval(slice_: Aval, num: int) -> Aval:
+    """Return the type `[num, *s]` of slices in segments, from that of a slice."""
+    spec = PartitionSpec(None, *slice_.sharding.spec)
+    sharding, varying = slice_.sharding.update(spec=spec), _compat.varying(slice_)
+    return _compat.replace_aval(slice_, (num, *slice_.shape), sharding, varying)
+
+
+def _place_abstract_eval(
+    segment: Aval, slice_: Aval, *, num: int, fill: ArrayLike
+) -> Aval:
+    return _typed(placed_aval(slice_, num), segment)
+
+
+def _slice_abstract_eval(segment: Aval, table: Aval) -> Aval:
+    spec = PartitionSpec(*table.sharding.spec[1:])
+    sharding, varying = table.sharding.update(spec=spec), _compat.varying(table)
+    aval = _compat.replace_aval(table, table.shape[1:], sharding, varying)
+    return _typed(aval, segment)
+
+
+def _typed(aval: Aval, segment: Aval) -> Aval:
+    """Let a type vary where that of a segment does."""
+    varying = _compat.varying(aval) | _compat.varying(segment)
+    aval = _compat.replace_aval(aval, aval.shape, aval.sharding, varying)
+    return aval.update(weak_type=False)
+
+
+def _batch_place(
+    args: Sequence[Array], dims: Sequence[int | None], *, num: int, fill: ArrayLike
+) -> tuple[Array, int]:
+    (segment, slice_), (dim, slice_dim) = args, dims
+    if slice_dim is not None:
+        slice_ = _compat.moveaxis(slice_, slice_dim, 0)
+    if dim is None:
+        return place_in_segment(segment, slice_, num, fill), 1
+    if slice_dim is None:
+        slice_ = slice_[None]
+    hits = lax.expand_dims(_hits(segment, num), range(2, slice_.ndim + 1))
+    x = jnp.expand_dims(slice_, 1)
+    return jnp.where(hits, x, jnp.asarray(fill, x.dtype)), 0
+
+
+def _batch_slice(
+    args: Sequence[Array], dims: Sequence[int | None]
+) -> tuple[Array, int]:
+    (segment, table), (dim, table_dim) = args, dims
+    if dim is None:
+        assert table_dim is not None
+        table = _compat.moveaxis(table, table_dim, 1)
+        return slice_of_segment(segment, table), 0
+    axes = 0, table_dim
+    if _may_index() and table_dim is None:
+        num = table.shape[0]
+        own = jnp.take(table, jnp.minimum(segment, num - 1), axis=0, mode="clip")
+        return _where(segment < num, own, 0), 0
+    return jax.vmap(_execute_slice, axes)(segment, table), 0
+
+
+def _place_jvp(
+    primals: tuple[Array, Array],
+    tangents: tuple[Any, Tangent],
+    *,
+    num: int,
+    fill: ArrayLike,
+) -> tuple[Array, Tangent]:
+    segment, _ = primals
+    placed = place_in_segment(*primals, num, fill)
+    t = tangents[1]
+    if type(t) is _compat.Zero:
+        return placed, _compat.Zero(_compat.typeof(placed).to_tangent_aval())
+    return placed, place_in_segment(segment, t, num, 0)
+
+
+def _slice_jvp(
+    primals: tuple[Array, Array], tangents: tuple[Any, Tangent]
+) -> tuple[Array, Tangent]:
+    segment, _ = primals
+    own, t = slice_of_segment(*primals), tangents[1]
+    if type(t) is _compat.Zero:
+        return own, _compat.Zero(_compat.typeof(own).to_tangent_aval())
+    return own, slice_of_segment(segment, t)
+
+
+# <place(g, x), y> = <x, y[g]>: with zeros around x, each is the other's transpose.
+def _place_transpose(
+    ct: Tangent, segment: Array, slice_: Any, *, num: int, fill: ArrayLike
+) -> list[Tangent | None]:
+    if type(ct) is _compat.Zero:
+        return [None, _compat.Zero(slice_.aval)]
+    return [None, slice_of_segment(segment, ct)]
+
+
+def _slice_transpose(ct: Tangent, segment: Array, table: Any) -> list[Tangent | None]:
+    if type(ct) is _compat.Zero:
+        return [None, _compat.Zero(table.aval)]
+    return [None, place_in_segment(segment, ct, table.aval.shape[0], 0)]
+
+
+registration.register_execution(place_in_segment_p, _execute_place)
+registration.register_execution(slice_of_segment_p, _execute_slice)
+place_in_segment_p.def_abstract_eval(_place_abstract_eval)
+slice_of_segment_p.def_abstract_eval(_slice_abstract_eval)
+ad.primitive_jvps[place_in_segment_p] = _place_jvp
+ad.primitive_jvps[slice_of_segment_p] = _slice_jvp
+ad.primitive_transposes[place_in_segment_p] = _place_transpose
+ad.primitive_transposes[slice_of_segment_p] = _slice_transpose
+batching.primitive_batchers[place_in_segment_p] = _batch_place
+batching.primitive_batchers[slice_of_segment_p] = _batch_slice
+
+
+# ---------------------------------------------------------------------------------
+# Reductions of what the groups of a device have placed
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A result of a jaxpr of one group that is a slice in its segment.
+
+    Attributes:
+      segment: The variable or literal of the segment.
+      slice_: That of the slice, `[*s]`.
+      num: The number of segments.
+      fill: The number in all other places.
+    """
+
+    segment: Atom
+    slice_: Atom
+    num: int
+    fill: ArrayLike
+
+
+@_compat.weakref_lru_cache
+def placements(jaxpr: ClosedJaxpr) -> dict[int, Placement]:
+    """Find the results of a jaxpr of one group that are slices in their segments.
+
+    They are by the positions of the results. Barriers behind a placement are left out:
+    they keep bits, which a placement does not change.
+    """
+    raw = _compat.open_jaxpr(jaxpr)
+    defined = walk.definitions(raw.eqns)
+    found = {}
+    for i, result in enumerate(raw.outvars):
+        eqn = None if isinstance(result, Literal) else defined.get(result)
+        while eqn is not None and eqn.primitive is lax.optimization_barrier_p:
+            (atom,) = eqn.invars if len(eqn.invars) == 1 else (None,)
+            eqn = defined.get(atom)
+        if eqn is not None and eqn.primitive is place_in_segment_p:
+            found[i] = Placement(*eqn.invars, **eqn.params)
+    return found
+
+
+@_compat.weakref_lru_cache
+def with_segments(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
+    """Let a jaxpr also return segment and slice of each of its `placements`, last."""
+    placed = placements(jaxpr).values()
+    more = [x for each in placed for x in (each.segment, each.slice_)]
+    return _compat.with_outputs(jaxpr, [*_compat.open_jaxpr(jaxpr).outvars, *more])
+
+
+def scatters(layout: Layout) -> bool:
+    """Whether code of one device of a layout may scatter its slices to segments.
+
+    If the mesh has two Auto axes larger than one, or an Explicit one, besides those of
+    the partition, it may not: see the module.
+    """
+    return not layout.other_explicit_axes and len(other_axes(layout)) <= 1
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True)
+class InSegments:
+    """The slices of c groups, `[c, *s]`, and their segments, int32 `[c]`.
+
+    They stand for an array `[c, num, *s]`.
+    """
+
+    segments: Array
+    slices: Array
+    num: int
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the slices."""
+        return self.slices.dtype
+
+    def tree_flatten(self) -> tuple[tuple[Array, Array], int]:
+        return (self.segments, self.slices), self.num
+
+    @classmethod
+    def tree_unflatten(cls, num: int, children: tuple[Array, Array]) -> "InSegments":
+        return cls(*children, num)
+
+    def without_padding(self, layout: Layout, indices: Array | None) -> "InSegments":
+        """Leave out the slots whose group indices are n or more."""
+        if indices is None:
+            return self
+        real = indices < layout.partition.size
+        return InSegments(
+            jnp.where(real, self.segments, self.num), self.slices, self.num
+        )
+
+
+# The method of `jnp.ndarray.at` that combines by a ufunc.
+_AT: dict[np.ufunc, str] = {np.add: "add", np.maximum: "max", np.minimum: "min"}
+
+
+def is_neutral(ufunc: np.ufunc, fill: ArrayLike, identity: ArrayLike) -> bool:
+    """Whether what is around a slice has no effect in a reduction by a ufunc."""
+    return ufunc in _AT and bool(fill == identity)
+
+
+def reduce_segments(
+    ufunc: np.ufunc, x: InSegments, identity: ArrayLike, dtype: DTypeLike
+) -> DeviceArray:
+    """Reduce slices by segment, to `[num, *s]` of a dtype that holds theirs."""
+    empty = lax.full((x.num, *x.slices.shape[1:]), identity, dtype)
+    types = map(_compat.typeof, (x.segments, x.slices))
+    axes = frozenset().union(*map(_compat.varying, types))
+    return combine_segments(ufunc, vary(empty, axes), x)
+
+
+def combine_segments(ufunc: np.ufunc, total: Array, x: InSegments) -> Array:
+    """Combine slices with those of their segments in `total`, `[num, *s]`.
+
+    No other place of `total` is read or written.
+    """
+    # Compilers cannot scatter all types of one byte, or less.
+    wide = total.dtype
+    if wide == jnp.bool_ or wide.itemsize == 1:
+        wide = jnp.float32 if jnp.issubdtype(wide, jnp.floating) else jnp.int32
+    rows = total.astype(wide).at[x.segments]
+    new = getattr(rows, _AT[ufunc])(x.slices.astype(wide), mode="drop")
+    return new.astype(total.dtype)
