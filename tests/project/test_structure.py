@@ -50,6 +50,7 @@ ENGINES = sorted(p.parent.name for p in (PACKAGE / "engines").glob("*/adapter.py
 LAYER_OF = {name: i for i, names in enumerate(LAYERS) for name in names}
 
 
+@functools.cache
 def _imports(path: Path) -> set[str]:
     """Every module that a file imports, dotted."""
     imports, skipped = set(), set()
@@ -196,6 +197,7 @@ FOLDERS = {"helpers", "project"}  # those of tests/ that mirror no folder of the
 CODELESS = (ast.Expr, ast.Import, ast.ImportFrom)
 
 
+@functools.cache
 def _in_package() -> set[str]:
     """Every module of the package, dotted; those that only import have no code.
 
