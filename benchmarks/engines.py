@@ -31,8 +31,8 @@ import drjax
 from benchmarks import report, run
 from benchmarks.report import Goal
 from benchmarks.worker import hello
+from drjax._extras import needed
 from drjax.backends.parquet import Parquet
-from drjax.engines.core.extras import needed
 from drjax.plan import Plan
 
 LIMITS = {"ray": 0.5, "beam": 1.0}

@@ -319,6 +319,20 @@ class Plan(Record):
         return methods.call("Plan.__str__", self)
 
 
+def rounds_of(plan: Plan) -> Iterator[tuple[Plan, Round]]:
+    """Iterate over the rounds of a plan and of its loops' bodies, in a fixed order.
+
+    With each comes the plan, or loop body, that it is in. The index of a round in this
+    order identifies its local stage, for an engine's driver and its workers. The rounds
+    in a round's loops come directly after that round.
+    """
+    for a_round in plan.rounds:
+        yield plan, a_round
+        for step in a_round.steps:
+            for body in step.bodies:
+                yield from rounds_of(body)
+
+
 def resized(plan: Plan, n: int) -> Plan:
     """Copy a plan for n groups: its steps and values, and the bodies of its loops.
 

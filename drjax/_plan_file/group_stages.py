@@ -12,6 +12,7 @@ import jax
 
 from drjax._plan.map_stages import without_inner
 from drjax._plan.methods import implements
+from drjax._plan.normal_form import rounds_of
 from drjax._plan_file import container
 from drjax._plan_file.encode import encode
 from drjax._plan_file.export_plan import export_plan
@@ -49,9 +50,8 @@ def file_of_stage(owner: Plan, a_round: Round) -> bytes:
 def bytes_of_code(plan: Plan) -> int:
     """Return the size of the files of all local stages; equal ones count once."""
     plan = export_plan(without_inner(plan))
-    bodies = [body for loop in plan.loops() for body in loop.bodies]
-    rounds = [(owner, r) for owner in (plan, *bodies) for r in owner.rounds]
-    files = {file_of_stage(*each) for each in rounds if not each[1].local.empty}
+    rounds = [each for each in rounds_of(plan) if not each[1].local.empty]
+    files = {file_of_stage(*each) for each in rounds}
     return sum(map(len, files))
 
 

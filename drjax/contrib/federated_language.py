@@ -23,12 +23,12 @@ from jax import export
 
 from drjax._compat.types import Array, PyTree
 from drjax._errors import DrjaxTypeError, DrjaxValueError
+from drjax._extras import needed
 from drjax._jaxprs.prng_keys import raw_type
 from drjax._plan_file.custom_calls import parsed_module
 from drjax._plan_file.exported_stage import exported_of
 from drjax._plan_file.load import plan_from_bytes
 from drjax._plan_file.save import plan_to_bytes
-from drjax.engines.core.extras import needed
 from drjax.plan import (
     Broadcast,
     Fold,

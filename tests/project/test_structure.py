@@ -30,7 +30,7 @@ CODE = [
 ]
 
 LAYERS = (
-    {"_error_texts", "_errors", "_partition", "_plan", "_storage", "plan"},
+    {"_error_texts", "_errors", "_extras", "_partition", "_plan", "_storage", "plan"},
     {"_compat", "_context", "_jaxprs"},
     {"_sharding"},
     {"_primitives", "primitives"},
@@ -94,6 +94,10 @@ def test_imports_go_down_only():
             public = f"backends.{target.split('.')[1]}" if "." in target else ""
             if name.startswith(("backends.", "engines.")) and name != public:
                 assert target not in BACKENDS, f"{name} imports {target}"
+            # Values know nothing of what computes with them.
+            if name.startswith("engines.slices."):
+                other = target.startswith("engines.")
+                assert not other or target.startswith("engines.slices."), (name, target)
             # It binds primitives, as its operands are checked arrays.
             if name.startswith("_planner."):
                 assert not target.startswith("_api."), f"{name} imports {target}"

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from drjax._extras import needed
 from drjax.engines.beam.adapter import compile as compile
-from drjax.engines.core.extras import needed
 
 
 def __getattr__(name: str) -> Any:

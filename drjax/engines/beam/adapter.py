@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from drjax._errors import DrjaxValueError
+from drjax._extras import needed
 from drjax.engines.beam import file_sinks
 from drjax.engines.beam.file_exchange import FileExchange, Run, StageRun
 from drjax.engines.core.driver import Runner
-from drjax.engines.core.extras import needed
 from drjax.engines.core.options import EngineOptions
 from drjax.plan import Plan
 

@@ -33,12 +33,12 @@ import numpy as np
 from drjax.engines.beam import kept_files, temporary_folders
 from drjax.engines.beam.kept_files import KeptFiles
 from drjax.engines.core import wire_format
+from drjax.engines.core.blocks_of_groups import LoadedBlock, blocks_of_groups
 from drjax.engines.core.combine import Totals
 from drjax.engines.core.job import Job
 from drjax.engines.core.messages import Block, BlockResult
 from drjax.engines.core.options import checked_integer
 from drjax.engines.core.protocols import Results, StageCall
-from drjax.engines.slices.blocks_of_groups import LoadedBlock, blocks_of_groups
 from drjax.engines.slices.coordinates import WorkerColumns
 from drjax.engines.slices.groups import Lazy
 from drjax.engines.slices.worker_slices import WorkerSlices

@@ -22,10 +22,10 @@ from apache_beam.options.pipeline_options import PipelineOptions
 
 from drjax.engines.beam import one_round
 from drjax.engines.beam.file_exchange import StageRun
+from drjax.engines.core.blocks_of_groups import LoadedBlock, block_of_pairs
 from drjax.engines.core.combine import Totals, add, stacked
 from drjax.engines.core.job import Job
 from drjax.engines.core.options import EngineOptions
-from drjax.engines.slices.blocks_of_groups import LoadedBlock, block_of_pairs
 from drjax.plan import Plan
 
 

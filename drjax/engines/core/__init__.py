@@ -10,6 +10,7 @@ files. Read in this order: `messages`, `job`, `protocols`, `driver`, `pool_sched
 reduction computes is in the table of `_primitives/reduce_ops`), `number_of_groups`,
 `block_size`, `encoded_partials`, `checkpoint` (what is saved and when) with
 `checkpoint_files` (the files), `loop_progress` and `folder_lock`, `options`,
-`progress`, `wire_format` (messages as bytes, without pickle), `extras` (optional
-dependencies). The slices of the groups are in `slices/`.
+`progress`, `wire_format` (messages as bytes, without pickle). The slices of the groups
+are in `slices/`, which knows nothing of the core; here `blocks_of_groups` loads those
+of a block for a worker, and `kept_results` passes them from call to call.
 """

@@ -24,13 +24,14 @@ from typing import Any
 import numpy as np
 
 from drjax._errors import EngineError
+from drjax._extras import needed
 from drjax.backends import _python_loops
 from drjax.backends._interpret_plan import RULES, Environment, PlanInterpreter
 from drjax.backends._move_slices import move_slices
 from drjax.engines.core import checkpoint
 from drjax.engines.core.block_size import BlockSize
 from drjax.engines.core.executable_plan import ExecutablePlan, scatter
-from drjax.engines.core.extras import needed
+from drjax.engines.core.kept_results import KeptResults
 from drjax.engines.core.loop_progress import CheckpointedSteps
 from drjax.engines.core.messages import (
     File,
@@ -52,7 +53,6 @@ from drjax.engines.slices.coordinates import (
 )
 from drjax.engines.slices.groups import flat_slices, mask_dropped_slices, read_if_lazy
 from drjax.engines.slices.kept import check_plan
-from drjax.engines.slices.kept_results import KeptResults
 from drjax.engines.slices.worker_slices import WorkerSlices
 from drjax.plan import (
     Columns,

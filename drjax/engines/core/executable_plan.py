@@ -21,6 +21,7 @@ import numpy as np
 
 from drjax._jaxprs.prng_keys import from_raw
 from drjax._plan.map_stages import without_inner
+from drjax._plan.normal_form import rounds_of
 from drjax._plan_file.custom_calls import ALLOWED
 from drjax._plan_file.export_plan import export_plan
 from drjax._plan_file.exported_stage import exported_of
@@ -29,7 +30,7 @@ from drjax._plan_file.save import plan_to_bytes
 from drjax.backends._interpret_plan import Environment
 from drjax.engines.core.combine import ops_of
 from drjax.engines.core.job import Job
-from drjax.engines.core.messages import File, rounds_of
+from drjax.engines.core.messages import File
 from drjax.engines.core.options import EngineOptions
 from drjax.engines.slices.groups import read_if_lazy
 from drjax.plan import Fold, Plan, Round, Stage, Value

@@ -14,13 +14,14 @@ workers must compute from the same file.
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from drjax._errors import DrjaxValueError
+from drjax._plan.normal_form import rounds_of
 from drjax.plan import Plan, Program, Round, Value
 
 
@@ -183,20 +184,6 @@ class WorkerState:
     since: float = 0.0
     task: int = 0
     seconds: float = 0.0
-
-
-def rounds_of(plan: Plan) -> Iterator[tuple[Plan, Round]]:
-    """Iterate over the rounds of a plan and of its loops' bodies, in a fixed order.
-
-    With each comes the plan, or loop body, that it is in. The index of a round in this
-    order identifies its local stage, for the driver and the workers. The rounds in a
-    round's loops come directly after that round.
-    """
-    for a_round in plan.rounds:
-        yield plan, a_round
-        for step in a_round.steps:
-            for body in step.bodies:
-                yield from rounds_of(body)
 
 
 def kept_outputs(plan: Plan, a_round: Round) -> list[Value]:

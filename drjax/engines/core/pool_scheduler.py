@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
+from drjax.engines.core.blocks_of_groups import LoadedBlock, blocks_of_groups
 from drjax.engines.core.messages import Block, BlockResult
 from drjax.engines.core.protocols import Lost, Pool, Results, StageCall
-from drjax.engines.slices.blocks_of_groups import LoadedBlock, blocks_of_groups
 
 
 @dataclass

@@ -26,6 +26,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from drjax._plan.normal_form import rounds_of
 from drjax._plan_file.exported_stage import ExportedFunction, batched_of, exported_of
 from drjax._plan_file.load import plan_from_bytes
 from drjax.engines.core.encoded_partials import encode_partials, fits, wire_of
@@ -35,7 +36,6 @@ from drjax.engines.core.messages import (
     File,
     Task,
     WorkerState,
-    rounds_of,
 )
 from drjax.plan import Reduce, Stage
 

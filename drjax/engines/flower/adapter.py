@@ -26,10 +26,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from drjax._errors import DrjaxTypeError
+from drjax._extras import needed
 from drjax._partition import integer_of
 from drjax.engines.core import pool_scheduler
 from drjax.engines.core.driver import Runner
-from drjax.engines.core.extras import needed
 from drjax.engines.core.messages import BlockResult, File, Task, WorkerState
 from drjax.engines.core.options import EngineOptions
 from drjax.engines.core.protocols import Results, StageCall

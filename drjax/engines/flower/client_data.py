@@ -25,6 +25,7 @@ import numpy as np
 
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._jaxprs.prng_keys import to_raw
+from drjax._plan.normal_form import rounds_of
 from drjax._plan_file import pytrees
 from drjax.engines.core import wire_format, worker
 from drjax.engines.core.job import Job
@@ -34,7 +35,6 @@ from drjax.engines.core.messages import (
     File,
     Task,
     kept_outputs,
-    rounds_of,
 )
 from drjax.engines.core.options import EngineOptions
 from drjax.engines.core.protocols import StageCall

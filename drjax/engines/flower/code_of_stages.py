@@ -17,10 +17,11 @@ from typing import Any
 import jax
 
 from drjax._errors import DrjaxTypeError
+from drjax._plan.normal_form import rounds_of
 from drjax._plan_file.group_stages import file_of_stage
 from drjax._plan_file.load import plan_from_bytes
 from drjax.engines.core.executable_plan import ExecutablePlan
-from drjax.engines.core.messages import File, rounds_of
+from drjax.engines.core.messages import File
 from drjax.engines.flower import untrusted_replies
 from drjax.engines.flower.untrusted_replies import BadReply
 from drjax.plan import Plan

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from drjax._errors import EngineError
-from drjax.engines.core.extras import needed
+from drjax._extras import needed
 
 MODULUS = 2**32
 CLIENT = "flwr.client.mod.secure_aggregation.secaggplus_mod"

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from drjax.engines.core.extras import needed
+from drjax._extras import needed
 from drjax.engines.flower import untrusted_replies
 from drjax.engines.flower.untrusted_replies import BadReply
 

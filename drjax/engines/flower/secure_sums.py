@@ -31,9 +31,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from drjax._errors import DrjaxValueError, EngineError
+from drjax._extras import needed
+from drjax._plan.normal_form import rounds_of
 from drjax.engines.core import wire_format
-from drjax.engines.core.extras import needed
-from drjax.engines.core.messages import Block, BlockResult, rounds_of
+from drjax.engines.core.blocks_of_groups import blocks_of_groups
+from drjax.engines.core.messages import Block, BlockResult
 from drjax.engines.core.protocols import Results, StageCall
 from drjax.engines.flower import (
     client_data,
@@ -44,7 +46,6 @@ from drjax.engines.flower import (
 from drjax.engines.flower.assignment import Assignment
 from drjax.engines.flower.code_of_stages import SentCode, asks
 from drjax.engines.flower.untrusted_replies import BadReply, Partial
-from drjax.engines.slices.blocks_of_groups import blocks_of_groups
 from drjax.plan import Exchange, Plan
 
 _POLL = 0.1  # seconds between looks for replies

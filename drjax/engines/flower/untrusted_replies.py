@@ -23,12 +23,13 @@ import jax
 import numpy as np
 
 from drjax._compat.types import Aval
+from drjax._plan.normal_form import rounds_of
 from drjax._plan_file.exported_stage import batched_of
 from drjax._plan_file.load import plan_from_bytes
 from drjax._primitives.reduce_ops import REDUCE_OPS
 from drjax.engines.core.combine import FOLD
 from drjax.engines.core.encoded_partials import EncodedPartial, decoded, wire_of
-from drjax.engines.core.messages import BlockResult, File, rounds_of
+from drjax.engines.core.messages import BlockResult, File
 from drjax.plan import Reduce, Wire
 
 _HEADER, _TEXT = 2**20, 2000  # the longest header in bytes, and text in characters

@@ -26,9 +26,9 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 from drjax._errors import EngineError
+from drjax._extras import needed
 from drjax.engines.core import pool_scheduler
 from drjax.engines.core.driver import Runner
-from drjax.engines.core.extras import needed
 from drjax.engines.core.messages import BlockResult, Task, WorkerState
 from drjax.engines.core.options import EngineOptions, checked_integer
 from drjax.engines.core.protocols import Lost, Results, StageCall

@@ -23,7 +23,7 @@ import numpy as np
 from drjax import _storage
 from drjax._compat.types import PyTree
 from drjax._errors import DrjaxValueError
-from drjax.engines.core.extras import needed
+from drjax._extras import needed
 from drjax.engines.slices.groups import Groups
 
 # Of pyarrow, which users may lack. A plain column has values and lists, nested to any

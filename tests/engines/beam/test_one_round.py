@@ -11,9 +11,9 @@ import pytest
 import drjax
 from drjax.backends import Groups
 from drjax.engines.beam import one_round
+from drjax.engines.core.blocks_of_groups import block_of_pairs
 from drjax.engines.core.combine import Totals, add
 from drjax.engines.core.options import EngineOptions
-from drjax.engines.slices.blocks_of_groups import block_of_pairs
 from tests.helpers.raising import raises
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")

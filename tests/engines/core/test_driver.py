@@ -5,8 +5,8 @@ drjax.engines.core.executable_plan, drjax.engines.core.stage_results,
 drjax.engines.core.job, drjax.engines.core.pool_scheduler,
 drjax.engines.core.protocols, drjax.engines.core.combine,
 drjax.engines.core.number_of_groups, drjax.engines.core.options,
-drjax.engines.core.progress, drjax.engines.core.extras,
-drjax.engines.slices.blocks_of_groups, drjax.engines.slices.groups,
+drjax.engines.core.progress, drjax._extras,
+drjax.engines.core.blocks_of_groups, drjax.engines.slices.groups,
 drjax.engines.in_process.adapter.
 """
 
@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 import drjax
+from drjax._extras import needed
 from drjax.backends import in_process, reference
 from drjax.backends.groups import Groups
 from drjax.engines.core.driver import Runner
-from drjax.engines.core.extras import needed
 from drjax.engines.core.options import EngineOptions
 from drjax.engines.in_process.adapter import InProcess
 from drjax.engines.slices.groups import Source

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 import drjax
+from drjax._extras import needed
 from drjax.backends import flower, reference
 from drjax.engines.core import wire_format
-from drjax.engines.core.extras import needed
 from drjax.engines.flower import secure_masks, secure_sums, untrusted_replies
 from tests.engines.flower.clients import (
     Grid,

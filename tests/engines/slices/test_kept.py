@@ -1,7 +1,7 @@
 """Results that stay with their groups until the next call, and their handles.
 
 Covers: drjax.engines.slices.kept, drjax.backends.xla.kept_run,
-drjax.engines.slices.kept_results.
+drjax.engines.core.kept_results.
 """
 
 import jax

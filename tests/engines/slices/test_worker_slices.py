@@ -1,7 +1,7 @@
 """Slices that stay with the workers of a pool, in this process.
 
 Covers: drjax.engines.slices.worker_slices, drjax.engines.slices.coordinates,
-drjax.engines.slices.kept_results.
+drjax.engines.core.kept_results.
 """
 
 from dataclasses import replace
