@@ -22,6 +22,7 @@ from drjax._errors import PlanError
 from drjax._partition import Partition
 from drjax._plan import methods, uses
 from drjax._plan.exchanges import Broadcast, Fold, Gather, Move, Reduce, Scatter
+from drjax._plan.exported import Exported
 from drjax._plan.ledger import Ledger, Message, checked_devices
 from drjax._plan.loops import Columns
 from drjax._plan.record import Record
@@ -331,6 +332,13 @@ def rounds_of(plan: Plan) -> Iterator[tuple[Plan, Round]]:
         for step in a_round.steps:
             for body in step.bodies:
                 yield from rounds_of(body)
+
+
+def exported_stages(plan: Plan) -> Iterator[tuple[str, Stage, Exported]]:
+    """Iterate over the stages that were exported, with location and functions."""
+    for location, stage in plan.stages():
+        if stage.exported is not None:
+            yield location, stage, stage.exported
 
 
 def resized(plan: Plan, n: int) -> Plan:

@@ -15,7 +15,7 @@ import numpy as np
 from drjax._compat.types import Aval
 from drjax._jaxprs.prng_keys import raw_type
 from drjax._plan.uses import check_defined, check_order
-from drjax._plan_file.exported_stage import ExportedStage
+from drjax._plan_file.exported_stage import batched_of, exported_of
 from drjax._primitives.reduce_ops import REDUCE_OPS
 from drjax.plan import (
     Broadcast,
@@ -316,11 +316,10 @@ def check_batches(plan: Plan) -> None:
     kept = plan.kept()
     for a_round in plan.rounds:
         stage = a_round.local
-        if not isinstance(stage.exported, ExportedStage):
+        if stage.empty:
             continue
-        assert stage.exported.batched is not None
-        function = stage.exported.batched.function
-        takes = [(x.shape, x.dtype) for x in stage.exported.consts]
+        function = batched_of(stage).function
+        takes = [(x.shape, x.dtype) for x in exported_of(stage).consts]
         takes += [((None,), np.dtype(bool)), ((None,), np.dtype(np.int32))]
         takes += map(_of_batch, stage.inputs)
         gives = [

@@ -28,6 +28,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy, stablehlo
 
 from drjax._errors import PlanFileError
+from drjax._plan.normal_form import exported_stages
 from drjax.plan import Plan
 
 _OF_JAX = {"shape_assertion"}  # checked when shapes become known
@@ -78,8 +79,8 @@ def check_allowed(
     Only declarations are read; `check_declared` compares them with the code. None
     allows all that do not call Python.
     """
-    for location, stage in plan.stages():
-        calls = set(() if stage.exported is None else stage.exported.custom_calls)
+    for location, _, exported in exported_stages(plan):
+        calls = set(exported.custom_calls)
         if of_python := sorted(filter(_OF_PYTHON.search, calls)):
             raise PlanFileError(
                 f"The plan file {path} calls back into Python in {location}: "

@@ -259,12 +259,13 @@ class _StageReader:
         local = bool(over)
         if (member is None) != (not outputs):
             raise ValueError(f"stage {name} has results and no member, or the reverse")
-        exported = None if member is None else self._exported_stage(data, member, local)
-        if not self.run:
-            return Stage(name, inputs, outputs, None, exported, over=over)
-        if exported is not None:
-            _check_code(name, exported)
-        jaxpr = _jaxpr(inputs, outputs, exported, local)
+        exported, code = None, lambda *_: []
+        if member is not None:
+            exported = self._exported_stage(data, member, local)
+            if self.run:
+                _check_code(name, exported)
+                code = _per_group(inputs, outputs, exported, local)
+        jaxpr = _jaxpr(code, inputs, local) if self.run else None
         return Stage(name, inputs, outputs, jaxpr, exported, over=over)
 
     def _exported_stage(
@@ -326,45 +327,48 @@ def _check_code(name: str, exported: ExportedStage) -> None:
             )
 
 
-def _jaxpr(
+def _per_group(
     inputs: Sequence[Value],
     outputs: Sequence[Value],
-    exported: ExportedStage | None,
+    exported: ExportedStage,
     local: bool,
-) -> ClosedJaxpr:
-    """Trace a closed jaxpr that calls the exported `per_group` function of a stage.
+) -> Callable[..., list[Array]]:
+    """Return the exported `per_group` function of a stage, on typed random keys.
 
-    The jaxpr takes the inputs of the stage, of a partitioned value one slice, and
-    returns its outputs; random keys are typed keys. That of a local stage takes the
-    group index, int32 `[]`, first. It does nothing if the stage has no outputs, so that
-    `exported` is None. `ValueError`: the exported function returns other types than
-    those of `outputs`.
+    `ValueError`: it takes or returns other types than those of `inputs`, after the
+    group index of a local stage, and `outputs`.
     """
+    # Before it is traced, as a file may list any number of operands.
+    function = exported.per_group.function
+    index = [jax.ShapeDtypeStruct((), np.int32)] if local else []
+    takes = [*exported.consts, *index, *map(raw_type, inputs)]
+    for what, avals, expected in (
+        ("takes", function.in_avals, takes),
+        ("gives", function.out_avals, [*map(raw_type, outputs)]),
+    ):
+        if [(x.shape, x.dtype) for x in avals] != [
+            (x.shape, x.dtype) for x in expected
+        ]:
+            raise ValueError(f"a stage {what} other types than it is said to")
 
     def run(*args: Array) -> list[Array]:
-        if exported is None:
-            return []
         raw = map(to_raw, args)
         outs = exported.per_group.call(*map(jnp.asarray, exported.consts), *raw)
         return [from_raw(y, v.dtype) for y, v in zip(outs, outputs, strict=True)]
 
+    return run
+
+
+def _jaxpr(
+    run: Callable[..., list[Array]], inputs: Sequence[Value], local: bool
+) -> ClosedJaxpr:
+    """Trace the function of a stage, that of a local stage with the group index first.
+
+    It takes the inputs of the stage, of a partitioned value one slice.
+    """
+    index = [jax.ShapeDtypeStruct((), np.int32)] if local else []
     types = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in inputs]
-    if local:
-        types = [jax.ShapeDtypeStruct((), np.int32), *types]
-    if exported is not None:
-        # Before it is traced, as a file may list any number of operands.
-        function = exported.per_group.function
-        index = [jax.ShapeDtypeStruct((), np.int32)] if local else []
-        takes = [*exported.consts, *index, *map(raw_type, inputs)]
-        for what, avals, expected in (
-            ("takes", function.in_avals, takes),
-            ("gives", function.out_avals, [*map(raw_type, outputs)]),
-        ):
-            if [(x.shape, x.dtype) for x in avals] != [
-                (x.shape, x.dtype) for x in expected
-            ]:
-                raise ValueError(f"a stage {what} other types than it is said to")
-    return jax.make_jaxpr(run)(*types)
+    return jax.make_jaxpr(run)(*index, *types)
 
 
 # ---------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 from jax import export
 
+from drjax._plan.normal_form import exported_stages
 from drjax._plan_file.check_plan import check_plan
 from drjax._plan_file.export_stage import Exporter
 from drjax._plan_file.exported_stage import PLATFORMS
@@ -68,11 +69,10 @@ def origin_of(plan: Plan) -> dict[str, Any]:
     already, it says how that was exported, as all stages of a plan have one origin;
     otherwise, how this process will export them.
     """
-    stages = [*plan.stages()]
     # Exported stages of a plan have one origin: the first one has it.
-    for _, stage in stages:
-        if stage.exported is not None:
-            return stage.exported.origin
+    for _, _, exported in exported_stages(plan):
+        return exported.origin
+    stages = plan.stages()
     return _origin(merge(features_of(s.jaxpr, location) for location, s in stages))
 
 
@@ -132,8 +132,7 @@ class _Export:
         The function of a fold is such a stage, too. The stage itself is returned if it
         has no outputs or is exported already.
         """
-        # A stage without results has no member in the file.
-        if stage.empty or stage.exported is not None:
+        if _is_done(stage):
             return stage
         return replace(stage, exported=Exporter(stage, location, self.origin).server())
 
@@ -146,13 +145,18 @@ class _Export:
         outputs or is exported already.
         """
         stage = a_round.local
-        if stage.empty or stage.exported is not None:
+        if _is_done(stage):
             return stage
         values = [v for v in stage.outputs if v.name in kept]
         exporter = Exporter(stage, location, self.origin)
         exported = exporter.local(a_round.partials, values, a_round.folds)
         inner = stage.inner and self.plan(stage.inner, f"{location}, ")
         return replace(stage, exported=exported, inner=inner)
+
+
+def _is_done(stage: Stage) -> bool:
+    # A stage without results has no member in the file.
+    return stage.empty or stage.exported is not None
 
 
 # A copy of a step whose stages are exported; its round and the text of its location.

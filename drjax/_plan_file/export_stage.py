@@ -13,32 +13,27 @@ cannot batch the work for that, its groups run one after another (`sequential`).
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import export, lax
+from jax import export
 
 from drjax import _compat
 from drjax._compat.types import Array
 from drjax._errors import PlanFileError
 from drjax._jaxprs.eval_jaxpr import evaluate
 from drjax._jaxprs.prng_keys import from_raw, is_key, raw_type, to_raw
+from drjax._plan_file.batches import OverGroups, combined, sequential
 from drjax._plan_file.custom_calls import custom_calls_in
 from drjax._plan_file.exported_stage import PLATFORMS, ExportedFunction, ExportedStage
 from drjax._plan_file.stage_features import features_of
-from drjax._primitives.reduce_ops import REDUCE_OPS, ReduceOp
 from drjax.plan import Fold, Reduce, Stage, Value
 
 _HOISTED = 1024  # constants of so many bytes are members of the file
 _GROUP = jax.ShapeDtypeStruct((), np.int32)
 _MASK = jax.ShapeDtypeStruct((), np.bool_)
-
-# `jax.vmap` or `_sequential`: from a function of one group, and the axes of its
-# arguments, to a function of a batch.
-OverGroups: TypeAlias = Callable[..., Callable[..., list[Array]]]
 
 
 class Exporter:
@@ -96,16 +91,16 @@ class Exporter:
             return self._export("batch", fn, types)
 
         # vmap of a draw from an rbg key raises nothing, but yields other bits.
-        sequential = features_of(self.stage.jaxpr, self.location).sequential
-        if not sequential:
+        in_turn = features_of(self.stage.jaxpr, self.location).sequential
+        if not in_turn:
             try:
                 batched, more = batch(jax.vmap)
             # An error with another cause is raised again by the sequential export.
             except PlanFileError:  # what JAX cannot batch for an unknown b
-                sequential = True
-        if sequential:
-            batched, more = batch(_sequential)
-        return self._exported_stage(one, calls | more, batched, sequential)
+                in_turn = True
+        if in_turn:
+            batched, more = batch(sequential)
+        return self._exported_stage(one, calls | more, batched, in_turn)
 
     def _exported_stage(
         self,
@@ -152,7 +147,7 @@ class Exporter:
         """Make the function of b groups that is to be exported, for any b.
 
         `over_groups(fn, in_axes)` maps `fn` over the groups, that is, over axis 0 of
-        those arguments whose entry of `in_axes` is 0: `jax.vmap`, or `_sequential`.
+        those arguments whose entry of `in_axes` is 0: `jax.vmap`, or `sequential`.
 
         The function goes from `(*consts, mask, groups, *inputs)` to the list
         `[*partials, *states, *slices]`. It takes:
@@ -173,26 +168,20 @@ class Exporter:
           whose mask is false are computed, from their indices and inputs, and have
           their slices.
         """
-        names = [v.name for v in self.stage.outputs]
-        sources = [names.index(r.source.name) for r in reduces]
-        stacked = [names.index(v.name) for v in kept]
         count = len(self._hoisted)
-        positions = {v.name: i for i, v in enumerate(self.stage.inputs, count + 1)}
         axes = [None] * count + [0]
         axes += [0 if v.partitioned else None for v in self.stage.inputs]
 
         def batch(*args: Array) -> list[Array]:
             mask, others = args[count], [*args[:count], *args[count + 1 :]]
-            outs = over_groups(self._per_group, axes)(*others)
-            partials = []
-            for reduce, i in zip(reduces, sources, strict=True):
-                op = REDUCE_OPS[reduce.op]
-                partials.append(op.local(_masked(op, outs[i], mask)))
-            for fold in folds:
-                consts = [others[positions[v.name]] for v in fold.consts]
-                states = [outs[names.index(v.name)] for v in fold.sources]
-                partials += _folded(fold, consts, states, mask)
-            return [*partials, *(outs[i] for i in stacked)]
+            outs, inputs = (
+                over_groups(self._per_group, axes)(*others),
+                args[count + 2 :],
+            )
+            partials, slices = combined(
+                self.stage, reduces, folds, kept, outs, mask, inputs
+            )
+            return [*partials, *slices]
 
         return batch
 
@@ -232,74 +221,3 @@ class Exporter:
                 f"{why}"
             ) from error
         return ExportedFunction(*data, self.location), custom_calls_in(data[1])
-
-
-def _sequential(
-    fn: Callable[..., list[Array]], axes: list[int | None]
-) -> Callable[..., list[Array]]:
-    """Map `fn` over groups one after another, by `lax.map`, in place of `jax.vmap`.
-
-    `axes` has for each argument of `fn`, a function of one group, 0 if each group has
-    its own, or None if it is global. The result takes arrays `[b, *s]` in place of
-    those with axis 0, and stacks each of its results to `[b, *s]`.
-    """
-
-    def run(*args: Array) -> list[Array]:
-        def one(slices: Iterable[Array]) -> list[Array]:
-            slices = iter(slices)
-            return fn(
-                *(
-                    x if axis is None else next(slices)
-                    for x, axis in zip(args, axes, strict=True)
-                )
-            )
-
-        # Never empty, as lax.map needs a length: the group index is one of them.
-        slices = [x for x, axis in zip(args, axes, strict=True) if axis is not None]
-        return lax.map(one, slices)
-
-    return run
-
-
-def _folded(
-    fold: Fold, consts: list[Array], states: list[Array], mask: Array
-) -> list[Array]:
-    """Fold the states of a batch of groups one after another, without masked ones.
-
-    `consts` are the arrays that the function closes over. `states` are the leaves of
-    the b groups' states, `[b, *s]`, and the result is those of the combined state,
-    `[*s]`; in both, random keys are raw key data. `mask` is bool `[b]`: if none is
-    true, the result has no meaning.
-    """
-    stage = fold.combine
-
-    def combine(left: list[Array], right: list[Array]) -> list[Array]:
-        args = [*consts, *left, *right]
-        args = [from_raw(x, v.dtype) for x, v in zip(args, stage.inputs, strict=True)]
-        return list(map(to_raw, evaluate(stage.jaxpr, args)))
-
-    def step(
-        carry: tuple[list[Array], Array], x: Sequence[Array]
-    ) -> tuple[tuple[list[Array], Array], None]:
-        total, started = carry
-        *new, real = x
-        # Masked slots hold copies of states, so that no other ones are combined.
-        both = combine(total, new)
-        chosen = zip(both, new, total, strict=True)
-        select = lambda b, n, t: jnp.where(real, jnp.where(started, b, n), t)
-        return ([select(*xs) for xs in chosen], started | real), None
-
-    first = [x[0] for x in states]
-    (total, _), _ = lax.scan(step, (first, jnp.bool_(False)), (*states, mask))
-    return total
-
-
-def _masked(op: ReduceOp, x: Array, mask: Array) -> Array:
-    """Replace the slices of masked groups, so that they do not change a reduction.
-
-    Of the slices `x`, `[b, *s]`, those for which `mask`, bool `[b]`, is false become
-    the identity of the reduction, such as 0 for a sum.
-    """
-    chosen = lax.broadcast_in_dim(mask, x.shape, (0,))
-    # Not a product with the mask: 0 * NaN is NaN.
-    return jnp.where(chosen, x, jnp.asarray(op.identity(x.dtype), x.dtype))

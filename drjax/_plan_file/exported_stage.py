@@ -19,20 +19,18 @@ without a JAX that reads it. Constants of the stage are arguments, not part of t
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import jax
 import numpy as np
 from jax import export
-from jax.typing import ArrayLike
 
 from drjax._compat.types import Array
 from drjax._errors import PlanFileError
-from drjax._jaxprs.prng_keys import from_raw, to_raw
 from drjax._plan_file.custom_calls import custom_calls_in
-from drjax.plan import Stage, Value
+from drjax.plan import Stage
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 
@@ -162,30 +160,3 @@ def batched_of(stage: Stage) -> ExportedFunction:
     batched = exported_of(stage).batched
     assert batched is not None, stage.name
     return batched
-
-
-def run_batched(
-    stage: Stage,
-    kept: Sequence[Value],
-    mask: ArrayLike,
-    groups: ArrayLike,
-    inputs: Sequence[ArrayLike],
-) -> tuple[list[Array], list[Array]]:
-    """Run the batched function of an exported local stage on b groups.
-
-    `kept` are the outputs of the stage that the function returns as slices, in their
-    order: those that were chosen when the stage was exported. `mask`, bool `[b]`, tells
-    which of the groups take part in reductions and folds. `groups` are the group
-    indices, int32 `[b]`, and `inputs` slices `[b, *s]` of partitioned values, and
-    global values.
-
-    The result is `(partials, slices)`. `partials` has, over the groups whose mask is
-    true, the partial reduction for each reduction of the round except gathers, and then
-    the leaves of the folded state for each fold; in these, random keys are raw key
-    data. `slices` has for each of `kept` the slices of all b groups, `[b, *s]`.
-    """
-    raw = map(to_raw, inputs)
-    outs = batched_of(stage).call(*exported_of(stage).consts, mask, groups, *raw)
-    count = len(outs) - len(kept)
-    arrays = [from_raw(y, v.dtype) for y, v in zip(outs[count:], kept, strict=True)]
-    return outs[:count], arrays

@@ -9,6 +9,7 @@ import jax
 from drjax import _storage
 from drjax._drawing.print_plan import bytes_as_text
 from drjax._errors import PlanFileError
+from drjax._plan.normal_form import exported_stages
 from drjax._plan_file import container
 from drjax._plan_file.decode import decode
 from drjax._plan_file.exported_stage import exported_of
@@ -56,11 +57,10 @@ def _stages(plan: Plan) -> Iterator[str]:
 
     The line has the location, name, size and custom calls of the stage.
     """
-    for location, stage in plan.stages():
-        if stage.exported is not None:
-            exported = exported_of(stage)
-            parts = [f for f in (exported.per_group, exported.batched) if f is not None]
-            nbytes = bytes_as_text(sum(len(function.exported) for function in parts))
-            calls = ", ".join(exported.custom_calls) or "none"
-            turn = "; groups of a batch in turn" * exported.sequential
-            yield f"  {location}: {stage.name}, {nbytes}; custom calls: {calls}{turn}"
+    for location, stage, _ in exported_stages(plan):
+        exported = exported_of(stage)
+        parts = [f for f in (exported.per_group, exported.batched) if f is not None]
+        nbytes = bytes_as_text(sum(len(function.exported) for function in parts))
+        calls = ", ".join(exported.custom_calls) or "none"
+        turn = "; groups of a batch in turn" * exported.sequential
+        yield f"  {location}: {stage.name}, {nbytes}; custom calls: {calls}{turn}"

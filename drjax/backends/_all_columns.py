@@ -18,10 +18,9 @@ import jax.numpy as jnp
 from drjax import _compat
 from drjax._compat.types import Array, ClosedJaxpr, GlobalArray
 from drjax._jaxprs.eval_jaxpr import as_arrays
-from drjax._plan_file.exported_stage import run_batched
-from drjax._primitives.reduce_ops import REDUCE_OPS
+from drjax._plan_file.batches import run_batch
 from drjax._sharding.planning_context import outside_meshes
-from drjax.plan import Columns, Plan
+from drjax.plan import Columns
 
 
 def run_columns(
@@ -34,14 +33,20 @@ def run_columns(
     `evaluate(jaxpr, args)` evaluates a closed jaxpr.
     """
     (body,) = loop.bodies
-    exported = body.rounds[0].local.exported is not None
-    run = _batched if exported else _mapped
+    (a_round,) = body.rounds
+    stage, names = a_round.local, body.kept()
+    kept = [v for v in stage.outputs if v.name in names]
 
     def whole(*xs: Array) -> list[Array]:
         pairs = zip(xs, body.inputs, strict=True)
         args = [jnp.reshape(x, v.whole_shape(body.size)) for x, v in pairs]
-        totals, arrays = run(body, args)
-        for r, total in zip(body.rounds[0].reduces, totals, strict=True):
+        pairs = zip(args, stage.inputs, strict=True)
+        slices = [jnp.moveaxis(x, v.axis, 0) if v.partitioned else x for x, v in pairs]
+        indices = jnp.arange(body.size, dtype=jnp.int32)
+        totals, ys = run_batch(stage, a_round.partials, kept, None, indices, slices)
+        pairs = zip(kept, ys, strict=True)
+        arrays = {v.name: jnp.moveaxis(y, 0, v.axis) for v, y in pairs}
+        for r, total in zip(a_round.partials, totals, strict=True):
             arrays[r.result.name] = total.astype(r.result.dtype)
         pairs = zip(body.outputs, loop.outputs, strict=True)
         return [jnp.reshape(arrays[v.name], out.shape) for v, out in pairs]
@@ -51,41 +56,3 @@ def run_columns(
     with outside_meshes(), _compat.without_vma():
         jaxpr = jax.make_jaxpr(whole)(*types)
     return as_arrays(evaluate(jaxpr, inputs), [v.dtype for v in loop.outputs])
-
-
-def _mapped(body: Plan, args: Sequence[Array]) -> tuple[list[Array], dict[str, Array]]:
-    """Map the jaxpr of one coordinate over all d of them, by `jax.vmap`, and reduce.
-
-    `args`, the inputs of `body`, are `[n, d, *t]`, `[d, *t]` or `[*t]`. The result has
-    the results of the reductions over the coordinates, in order; and the outputs of the
-    stage by name, with the axis of the coordinates.
-    """
-    (a_round,) = body.rounds
-    stage, jaxpr = a_round.local, _compat.jaxpr_as_checked_fun(a_round.local.jaxpr)
-    ys = jax.vmap(
-        lambda i, *xs: jaxpr(i, *xs),
-        in_axes=(0, *(v.axis if v.partitioned else None for v in stage.inputs)),
-        out_axes=[v.axis for v in stage.outputs],
-        axis_size=body.size,
-    )(jnp.arange(body.size, dtype=jnp.int32), *args)
-    arrays = {v.name: y for v, y in zip(stage.outputs, ys, strict=True)}
-    local = lambda r: REDUCE_OPS[r.op].local(arrays[r.source.name])
-    return list(map(local, a_round.reduces)), arrays
-
-
-def _batched(body: Plan, args: Sequence[Array]) -> tuple[list[Array], dict[str, Array]]:
-    """Run the batched function of an exported stage; as `_mapped`, but for its outputs.
-
-    Of these, only those that the plan keeps are in `arrays`.
-    """
-    (a_round,) = body.rounds
-    names = body.kept()
-    kept = [v for v in a_round.local.outputs if v.name in names]
-    pairs = zip(args, a_round.local.inputs, strict=True)
-    slices = [jnp.moveaxis(x, v.axis, 0) if v.partitioned else x for x, v in pairs]
-    indices = jnp.arange(body.size, dtype=jnp.int32)
-    totals, ys = run_batched(
-        a_round.local, kept, jnp.ones(body.size, bool), indices, slices
-    )
-    pairs = zip(kept, ys, strict=True)
-    return list(totals), {v.name: jnp.moveaxis(y, 0, v.axis) for v, y in pairs}

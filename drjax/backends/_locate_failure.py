@@ -43,10 +43,11 @@ def of_error(stage: Stage, inputs: Sequence[ArrayLike]) -> str | None:
     "an unknown line". None if no equation raises in the rerun, or if the stage is from
     a plan file, which has no lines.
     """
-    if stage.exported is not None:
+    program = _with_lines(stage)
+    if program is None:
         return None
     try:
-        _run(inline_calls(stage.jaxpr), inputs)
+        _run(program, inputs)
     except _Located as located:
         return source_line(located.args[0])
     return None
@@ -60,9 +61,9 @@ def of_nan(stage: Stage, inputs: Sequence[ArrayLike]) -> str:
     the stage is from a plan file or the rerun gives no NaN, that the origin is not
     known for this reason. `inputs` are the arguments of the stage's jaxpr.
     """
-    if stage.exported is not None:
+    program = _with_lines(stage)
+    if program is None:
         return "a plan file does not hold the lines of its source"
-    program = inline_calls(stage.jaxpr)
     try:
         _run(program, inputs, find_nan=True)
     except _Located as located:
@@ -76,6 +77,11 @@ def of_nan(stage: Stage, inputs: Sequence[ArrayLike]) -> str:
         # A variable, of the stage or of the body of a loop or branch.
         return "there is one in a constant that its functions close over"
     return "made by work that gives none when it runs operation by operation"
+
+
+def _with_lines(stage: Stage) -> InlinedJaxpr | None:
+    """Return the equations of a stage; None if it is from a file, without lines."""
+    return None if stage.exported is not None else inline_calls(stage.jaxpr)
 
 
 def has_nan(x: Array | np.ndarray) -> bool:

@@ -164,7 +164,7 @@ class _Export:
         server stage, or `CLIENTS` for a local stage, to which global inputs are
         broadcast.
         """
-        if stage.exported is None:
+        if stage.empty:
             return
         fl, operands = self.fl, []
         if place is fl.CLIENTS and _uses_group_index(stage):
@@ -240,9 +240,9 @@ _GROUP_INDEX = "the index of the client"
 def _uses_group_index(stage: Stage) -> bool:
     """Return whether the results of a local stage depend on the group index.
 
-    The StableHLO of its per-group function decides. False if the stage is not exported.
+    The StableHLO of its per-group function decides. False if it has none.
     """
-    if stage.exported is None:
+    if stage.empty:
         return False
     return _uses_argument(exported_of(stage).per_group.stablehlo, len(stage.inputs) + 1)
 

@@ -6,11 +6,12 @@ Covers: drjax._plan_file.step_fields, drjax._plan_file.export_stage.
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import drjax
-from drjax._plan_file.exported_stage import run_batched
+from drjax._plan_file.batches import run_batch
 from tests.helpers.cases import checkerboard
 from tests.helpers.folds import FOLDS, MESHES, close, data, direct_of, program_of
 from tests.helpers.meshes import in_mesh
@@ -89,6 +90,7 @@ def test_states_of_masked_groups_do_not_count(tmp_path):
     stage = drjax.load_plan(path).rounds[0].local
     for mask in ([0, 1, 0, 0, 1, 1, 0], [1] * 7, [0, 0, 0, 0, 0, 0, 1]):
         mask = np.array(mask, bool)
-        outs, _ = run_batched(stage, [], mask, np.arange(N, dtype=np.int32), [x])
+        groups = np.arange(N, dtype=np.int32)
+        outs, _ = run_batch(stage, (), [], jnp.array(mask), groups, [x])
         want = jax.tree.leaves(direct_of("best")(x[mask]))
         jax.tree.map(close, list(outs), want)

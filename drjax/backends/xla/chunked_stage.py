@@ -12,7 +12,7 @@ Sharp edges: a stage from a plan file has its mask as an input and its own reduc
 one that was planned in this process is batched by `jax.vmap` here.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -25,7 +25,7 @@ from drjax import _compat
 from drjax._compat.types import Array, DeviceArray, GlobalArray, PyTree
 from drjax._jaxprs.eval_jaxpr import as_arrays
 from drjax._jaxprs.prng_keys import from_raw
-from drjax._plan_file.exported_stage import run_batched
+from drjax._plan_file.batches import combines_itself, over_groups, run_batch
 from drjax._primitives.contract_groups import group_sums
 from drjax._primitives.device_sums import add_devices, scattered_axis
 from drjax._primitives.reduce_ops import REDUCE_OPS, Running, is_compensated
@@ -108,6 +108,7 @@ class ChunkedStage:
         self._lazy = [i in chunks for i, v in inputs if v.partitioned]
         # For each input of one group's function whether it has a slice for each group.
         self._partitioned = [True, *(v.partitioned for v in stage.inputs)]
+        self._axes = [0 if p else None for p in self._partitioned]
         self._effects = _compat.effects_of(stage.jaxpr)
 
     def _find_placed(self) -> dict[int, tuple[int, Placement]]:
@@ -253,11 +254,13 @@ class ChunkedStage:
         for value in self.stage.inputs:
             args.append(next(slices_) if value.partitioned else next(shared))
         # The batched function of a file takes the mask as an operand.
-        if self.stage.exported is not None and self._inner is None:
+        if self._inner is None and combines_itself(self.stage):
             mask = jnp.ones(indices.shape, bool)
             if self.layout.uneven:
                 mask = self.layout.mask_padding(mask, indices, False)
-            outs, slices = run_batched(self.stage, self.kept, mask, args[0], args[1:])
+            outs, slices = run_batch(
+                self.stage, self.reduces, self.kept, mask, args[0], args[1:]
+            )
             return [
                 *outs[: len(self.reduces)],
                 *self._batched_states(outs, mask),
@@ -277,29 +280,24 @@ class ChunkedStage:
                 *(Stacked(stacks[i], x) if i in stacks else x for i, x in pairs)
             )
 
-        # JAX has no batching rule for exported functions.
-        def over_groups(count: int) -> Callable[..., list[Array]]:
-            if self.stage.exported is None:
-                return _over_groups(one, count, self._partitioned)
-            return _in_a_loop(one, self._partitioned)
-
+        batch = lambda count: over_groups(self.stage, one, count, self._axes)
         if self.layout.uneven and self._effects:
             # Padding must not print, call back or raise.
             outs = for_real_groups(
                 self.layout,
                 indices,
                 partial_count,
-                over_groups,
+                batch,
                 args,
                 self._partitioned,
             )
         else:
-            outs = over_groups(count)(*args)
+            outs = batch(count)(*args)
         summed = {}
         # In a loop the summands of one chunk take little memory: there it is slower.
         # Nor with padding: a contraction of the group axis cannot mask copied slices.
         if alone and not self.layout.uneven and self._inner is None:
-            summed = _summed_in_map(self.stage, self._partitioned, args)
+            summed = _summed_in_map(self.stage, self._axes, args)
         totals = [
             summed[i]
             # An output may have several reductions, of which not all are sums.
@@ -377,7 +375,7 @@ class ChunkedStage:
 
 
 def _summed_in_map(
-    stage: Stage, partitioned: list[bool], args: list[Array]
+    stage: Stage, axes: list[int | None], args: list[Array]
 ) -> dict[int, Any]:
     """Sum outputs of a stage over the groups without materializing the summands.
 
@@ -385,8 +383,8 @@ def _summed_in_map(
     weights that all groups share. Only outputs that end in a matrix product or a sum
     have one; others, and with one group all, are left out of the result, a dict by the
     position in `stage.outputs`. `args` are those of the stage's jaxpr for c groups:
-    first the group indices, int32 `[c]`; then the inputs, `[c, *s]` if `partitioned`,
-    else `[*s]`.
+    first the group indices, int32 `[c]`; then the inputs, `[c, *s]` where `axes` has a
+    0, else `[*s]`.
     """
     count = args[0].shape[0]
     if count == 1:
@@ -395,8 +393,8 @@ def _summed_in_map(
     if not sums.indices:
         return {}
     used = [i for i, u in enumerate(sums.used) if u]
-    over_groups = lambda fn: _over_groups(fn, count, [partitioned[i] for i in used])
-    totals = sums(count, over_groups, [args[i] for i in used])
+    batch = lambda fn: over_groups(stage, fn, count, [axes[i] for i in used])
+    totals = sums(count, batch, [args[i] for i in used])
     return dict(zip(sums.indices, totals, strict=True))
 
 
@@ -534,46 +532,6 @@ def result_specs(
     that is divided, and False for one that is whole on each device.
     """
     return [sharded_spec(layout, divided_axis(layout, r)) for r in reduces]
-
-
-def _over_groups(
-    fn: Callable[..., list[Array]], count: int, partitioned: list[bool]
-) -> Callable[..., list[Array]]:
-    """Make a function of several groups from a function of one, by `jax.vmap`.
-
-    `partitioned` tells for each argument whether it has a slice for each group, along
-    axis 0; else all groups share it. Results are `[count, *s]`. With a single group
-    there is no batch: `fn` runs on its slices.
-    """
-    if count > 1:
-        return jax.vmap(fn, [0 if p else None for p in partitioned], axis_size=count)
-
-    def only(*args: Array) -> list[Array]:
-        # vmap would turn a `cond` on the group's slice into a `select` of all branches.
-        own = [x[0] if p else x for x, p in zip(args, partitioned, strict=True)]
-        return [y[None] for y in fn(*own)]
-
-    return only
-
-
-def _in_a_loop(
-    fn: Callable[..., list[Array]], partitioned: list[bool]
-) -> Callable[..., list[Array]]:
-    """Make a function of several groups from a function of one, by `lax.map`.
-
-    It is as `_over_groups`, but the groups run one after another, for functions that
-    `jax.vmap` cannot batch.
-    """
-
-    def run(*args: Array) -> list[Array]:
-        def one(slices: Iterable[Array]) -> list[Array]:
-            slices = iter(slices)
-            pairs = zip(args, partitioned, strict=True)
-            return fn(*(next(slices) if p else x for x, p in pairs))
-
-        return lax.map(one, [x for x, p in zip(args, partitioned, strict=True) if p])
-
-    return run
 
 
 def call(stage: Stage, args: Sequence[Array]) -> list[Array]:

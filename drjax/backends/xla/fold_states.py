@@ -11,8 +11,8 @@ Invariants: states are combined in the order of the groups; one of a padded slot
 is, and the last devices, which have no group, are left out. The neutral state stands
 once before all groups.
 
-Sharp edges: JAX does not batch the function of two states of a loaded plan, so states
-are combined pair by pair there.
+Sharp edges: JAX does not batch the function of two states of a loaded plan, so pairs
+are combined one after another there.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,6 +25,7 @@ from jax import lax
 
 from drjax._compat.types import Array, GlobalArray
 from drjax._jaxprs.eval_jaxpr import as_arrays
+from drjax._plan_file.batches import over_groups
 from drjax._primitives.fold_groups import fold_by_tree, states_of_devices
 from drjax._sharding.eval_on_mesh import evaluate_on_mesh
 from drjax._sharding.execute import with_shardings_of
@@ -57,12 +58,10 @@ class FoldWork:
 
     def combine_pairs(self, left: States, right: States) -> States:
         """Combine k pairs of states: entry i of `left` and of `right`, `[k, *s]`."""
-        count = left[0].shape[0]
-        if self.fold.combine.exported is not None or count == 1:
-            each = lambda states, i: [x[i] for x in states]
-            pairs = [self.combine(each(left, i), each(right, i)) for i in range(count)]
-            return [jnp.stack(xs) for xs in zip(*pairs, strict=True)]
-        return jax.vmap(self.combine)(left, right)
+        count, leaves = left[0].shape[0], len(left)
+        combine = lambda *xs: self.combine([*xs[:leaves]], [*xs[leaves:]])
+        axes: list[int | None] = [0] * (2 * leaves)
+        return over_groups(self.fold.combine, combine, count, axes)(*left, *right)
 
     def of_chunk(self, states: States, layout: Layout, indices: Array) -> "ChunkState":
         """Fold the states of a chunk of c slots, `[c, *s]`, in the order of the groups.

@@ -28,6 +28,7 @@ from drjax._compat.types import (
     PartitionedArray,
 )
 from drjax._errors import MeshError, PlanError
+from drjax._plan_file.batches import combines_itself
 from drjax._primitives.map_fn import (
     lowers_by_vmap,
     prepare_group_jaxpr,
@@ -453,7 +454,8 @@ def _prepare(
     prepare = lambda x: map_jaxprs(x, rewrite)
     folds = [replace(fold, combine=prepare(fold.combine)) for fold in folds]
     stage, inner = prepare(stage), None
-    if not (folds and stage.exported is not None):  # only its own batch folds states
+    # Only its own batch folds its states.
+    if not (folds and combines_itself(stage)):
         inner = run_inner_levels(
             stage,
             layout.partition,

@@ -255,7 +255,7 @@ class _DriverInterpreter(PlanInterpreter):
     def run_groups(self, index: int, env: Environment) -> None:
         a_round, location = self.plan.rounds[index], f"{self.prefix}{index + 1}"
         # A round may only broadcast or gather.
-        if a_round.local.exported is not None:
+        if not a_round.local.empty:
             kept = kept_outputs(self.plan, a_round)
             key = f"{location}.groups"
             entry = self.call.checkpoint.get(key)

@@ -10,6 +10,7 @@ Sharp edges: arrays are converted by JAX in the precision of the plan, so that c
 enter `precision()` first.
 """
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -21,7 +22,7 @@ import numpy as np
 
 from drjax._jaxprs.prng_keys import from_raw
 from drjax._plan.map_stages import without_inner
-from drjax._plan.normal_form import rounds_of
+from drjax._plan.normal_form import exported_stages, rounds_of
 from drjax._plan_file.custom_calls import ALLOWED
 from drjax._plan_file.export_plan import export_plan
 from drjax._plan_file.exported_stage import exported_of
@@ -42,27 +43,29 @@ class ExecutablePlan:
     Attributes:
       plan: The plan that was passed, whose stages need not be exported, with exported
         stages.
-      file: The plan file for workers: its bytes, its hash, and the custom calls that
-        its stages may make.
     """
 
     def __init__(self, plan: Plan):
         # Workers run the stage of a group as it is: they need no code of inner levels.
         self.plan = export_plan(without_inner(plan))
-        data = plan_to_bytes(self.plan)
-        exported = [s.exported for _, s in self.plan.stages() if s.exported is not None]
-        x64 = any(stage.origin["x64"] for stage in exported)
-        # Workers trust the driver: its plan may make these custom calls there.
-        calls = {name for stage in exported for name in stage.custom_calls} - ALLOWED
-        # By content, so that it is the same in another process: workers identify their
-        # compiled stages by it, and a resumed call its checkpoint.
-        key = hashlib.sha256(data).hexdigest()
-        self.file = File(data, key, x64, tuple(sorted(calls)))
+        self._exported = [exported for _, _, exported in exported_stages(self.plan)]
+        self._x64 = any(exported.origin["x64"] for exported in self._exported)
         # By identity: stages live as long as the plan, and hashing a jaxpr is slow.
         self._compiled: dict[int, Any] = {}
         self._indices = {
             id(r.local): i for i, (_, r) in enumerate(rounds_of(self.plan))
         }
+
+    @functools.cached_property
+    def file(self) -> File:
+        """The plan file for workers, written when it is first asked for."""
+        data = plan_to_bytes(self.plan)
+        # Workers trust the driver: its plan may make these custom calls there.
+        calls = {name for stage in self._exported for name in stage.custom_calls}
+        # By content, so that it is the same in another process: workers identify their
+        # compiled stages by it, and a resumed call its checkpoint.
+        key = hashlib.sha256(data).hexdigest()
+        return File(data, key, self._x64, tuple(sorted(calls - ALLOWED)))
 
     @classmethod
     def from_file(cls, file: File) -> "ExecutablePlan":
@@ -81,7 +84,7 @@ class ExecutablePlan:
         64-bit values are enabled in it if the plan has such values, or if
         `jax_enable_x64` is set.
         """
-        return jax.enable_x64(self.file.x64 or bool(jax.config.read("jax_enable_x64")))
+        return jax.enable_x64(self._x64 or bool(jax.config.read("jax_enable_x64")))
 
     def stage_index(self, a_round: Round) -> int:
         """Return the index of a round, from 0, among all rounds of the plan and loops.
@@ -98,8 +101,7 @@ class ExecutablePlan:
         Its inputs are read from `env`, and its outputs are added as numpy arrays;
         random keys are raw data. It is compiled on first use.
         """
-        # A stage without outputs is not exported.
-        if stage.exported is None:
+        if stage.empty:
             return
         # A server stage takes partitioned values whole, as after a gather.
         args = [read_if_lazy(x) for x in env.read(stage.inputs)]
