@@ -21,9 +21,10 @@ of a sum may differ between runs.
 """
 
 import collections
+import functools
 import itertools
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,7 +32,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from drjax.engines.beam import kept_files, temporary_folders
-from drjax.engines.beam.kept_files import KeptFiles
 from drjax.engines.core import wire_format
 from drjax.engines.core.blocks_of_groups import LoadedBlock, blocks_of_groups
 from drjax.engines.core.combine import Totals
@@ -39,9 +39,9 @@ from drjax.engines.core.job import Job
 from drjax.engines.core.messages import Block, BlockResult
 from drjax.engines.core.options import checked_integer
 from drjax.engines.core.protocols import Results, StageCall
-from drjax.engines.slices.coordinates import WorkerColumns
 from drjax.engines.slices.groups import Lazy
-from drjax.engines.slices.worker_slices import WorkerSlices
+from drjax.engines.slices.slices import HostSlices, Slices
+from drjax.engines.slices.worker_slices import Keeping, WorkerSlices
 from drjax.plan import Value
 
 
@@ -155,7 +155,8 @@ class StageRun:
         arrays = iter(
             kept_files.slices_from_message(header["kept"], stacks, self.files, columns)
         )
-        slices = [next(arrays) if x is None else x for x in self.lazy]
+        sent = lambda: HostSlices(None, next(arrays), start)
+        slices = [sent() if x is None else x for x in self.lazy]
         yield from blocks_of_groups(slices, alive, self.size, start)
 
     def report(self, block: Block, result: BlockResult) -> None:
@@ -197,7 +198,7 @@ class StageRun:
         return [next(remaining) if present else None for present in header["there"]]
 
 
-class FileExchange:
+class FileExchange(Keeping):
     """An engine whose workers share only a file system with the driver.
 
     The workers run a whole stage, and combine its partial reductions. A subclass
@@ -207,11 +208,11 @@ class FileExchange:
     """
 
     def __init__(self, workers: int, files: Files, folder: str | None = None):
-        self.workers = checked_integer("workers", workers, 1)
-        self.stays, self.generation = "", 0
+        super().__init__()
+        self.workers, self.stays = checked_integer("workers", workers, 1), ""
         self._files, self._folder = files, folder
         self._own_folder: Path | None = None
-        self._kept = KeptFiles(files)
+        self._kept_folders: set[str] = set()
 
     def start(self, stage_run: StageRun, folder: Path) -> Run:
         """Start the workers on a stage, without waiting for them; subclasses define it.
@@ -225,17 +226,14 @@ class FileExchange:
             self._own_folder = temporary_folders.make()
 
     def close(self) -> None:
-        self._kept.remove(unused_only=False)
+        self._remove_kept(used=set())
         self.generation += 1
         if self._own_folder is not None:
             temporary_folders.remove(self._own_folder)
             self._own_folder = None
 
-    def created(self, slices: WorkerSlices) -> None:
-        self._kept.add(slices)
-
     def fetch(self, value: Value, pieces: list[Any]) -> list[Sequence[np.ndarray]]:
-        return [*map(self._kept.read, pieces)]
+        return [kept_files.read(self._files, path) for path in pieces]
 
     def results(self, call: StageCall) -> Results:
         assert self._own_folder is not None
@@ -244,9 +242,12 @@ class FileExchange:
         folder, kept = f"{parent}/{uuid.uuid4().hex}", ""
         self._files.make(folder)
         # What earlier calls have left, and no value has any more.
-        self._kept.remove()
+        tables = [x.table for x in [*self.in_use]]
+        self._remove_kept(kept_files.folders_of(tables))
         if call.job.stay:
-            kept = self._kept.new_folder(parent)
+            kept = f"{parent}/kept-{uuid.uuid4().hex}"
+            self._files.make(kept)
+            self._kept_folders.add(kept)
         run = None
         try:
             self._files.write(f"{folder}/job", call.job.to_bytes())
@@ -295,6 +296,12 @@ class FileExchange:
                 run.end()
             self._files.remove(folder)
 
+    def _remove_kept(self, used: Collection[str]) -> None:
+        """Remove the folders of slices that stay, but for those that are used."""
+        for folder in self._kept_folders - {*used}:
+            self._files.remove(folder)
+        self._kept_folders &= {*used}
+
     def _write(self, call: StageCall, folder: str) -> tuple[list[int], dict[int, str]]:
         """Write a file for each range of groups, with what workers cannot read.
 
@@ -318,12 +325,7 @@ class FileExchange:
             # Ranges end at the files' own bounds, so that a worker opens few files.
             edges = sorted(bounds)
             parts = itertools.chain.from_iterable(
-                blocks_of_groups(
-                    [x[i:j] if isinstance(x, np.ndarray) else x for x in others],
-                    call.alive[i:j],
-                    j - i,
-                    i,
-                )
+                blocks_of_groups(others, call.alive[i:j], j - i, i)
                 for i, j in itertools.pairwise(edges)
             )
         else:
@@ -332,9 +334,8 @@ class FileExchange:
             start = int(block.groups[0])
             # Also without slices: the mask excludes groups that were dropped, or that
             # could not be read.
-            named = [
-                kept_files.slices_to_message(x, self._kept.read) for x in block.slices
-            ]
+            read = functools.partial(kept_files.read, self._files)
+            named = [kept_files.slices_to_message(x, read) for x in block.slices]
             arrays = [x for _, parts in named for x in parts]
             header = {"kept": [entry for entry, _ in named]}
             data = wire_format.to_bytes(header, [block.valid, *arrays])
@@ -359,7 +360,7 @@ class FileExchange:
 
 
 def _pieces(
-    slices: Sequence[Any],
+    slices: Sequence[Slices],
 ) -> tuple[tuple[str, list[tuple[int, int, int]]], ...]:
     """Return `StageRun.pieces` of a stage on coordinates, from its partitioned inputs.
 
@@ -367,10 +368,14 @@ def _pieces(
     """
     pieces: dict[Any, list] = {}
     for x in slices:
-        for path, leaf in x.pieces() if isinstance(x, WorkerColumns) else ():
+        table = x.table if isinstance(x, WorkerSlices) else None
+        if table is None or table.columns is None:
+            continue
+        kind = table.columns.number, table.columns.empty.ndim
+        for path, leaf in table.pieces:
             if not isinstance(path, str):
                 return ()
-            pieces.setdefault(path, []).append(leaf)
+            pieces.setdefault(path, []).append((leaf, *kind))
     return tuple(pieces.items())
 
 

@@ -13,9 +13,7 @@ Sharp edges: a piece may also be arrays that the driver has; then the driver sen
 slices of a block that needs it.
 """
 
-import uuid
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,59 +21,13 @@ import numpy as np
 
 from drjax.engines.core import wire_format
 from drjax.engines.core.messages import Block, BlockResult
-from drjax.engines.slices.coordinates import PiecesOfColumns
-from drjax.engines.slices.worker_slices import PiecesOfBlock, WorkerSlices
+from drjax.engines.slices.worker_slices import Columns, Pieces
 
 
-class KeptFiles:
-    """The folders of slices that stay, in a shared file system; the driver's part.
-
-    A folder has the slices of one run of a stage. `files` is a
-    `drjax.engines.beam.file_exchange.Files`, here and in this module's functions.
-    """
-
-    def __init__(self, files: Any):
-        self._files = files
-        self._folders: set[str] = set()
-        self._slices: weakref.WeakSet[WorkerSlices] = weakref.WeakSet()
-
-    def new_folder(self, parent: str) -> str:
-        """Make a folder in `parent` for the slices of one run of a stage.
-
-        The folder is recorded, for `remove`.
-        """
-        folder = f"{parent}/kept-{uuid.uuid4().hex}"
-        self._files.make(folder)
-        self._folders.add(folder)
-        return folder
-
-    def add(self, slices: WorkerSlices) -> None:
-        """Record slices as in use: until their release, `remove` leaves their files.
-
-        Only a weak reference is held, so that slices that are gone count as released.
-        """
-        self._slices.add(slices)
-
-    def read(self, path: str) -> Sequence[np.ndarray]:
-        """Read the slices of one block, arrays `[c, ...]`, from a file of `path_of`."""
-        return read(self._files, path)
-
-    def remove(self, unused_only: bool = True) -> None:
-        """Remove the folders of `new_folder` whose slices are not needed any more.
-
-        A folder is needed while it has slices that were passed to `add` and were not
-        released or garbage-collected since. If `unused_only` is false, all folders are
-        removed, as when the engine is closed.
-        """
-        used = {
-            piece.rpartition("/")[0]
-            for x in [*self._slices]
-            for piece, _ in x.pieces
-            if unused_only and isinstance(piece, str)
-        }
-        for folder in self._folders - used:
-            self._files.remove(folder)
-        self._folders &= used
+def folders_of(tables: Iterable[Pieces]) -> set[str]:
+    """Return the folders of the files that have these slices."""
+    paths = [piece for table in tables for piece, _ in table.pieces]
+    return {path.rpartition("/")[0] for path in paths if isinstance(path, str)}
 
 
 def read(files: Any, path: str) -> list[np.ndarray]:
@@ -117,32 +69,29 @@ def slices_to_message(
 ) -> tuple[Any, list[np.ndarray]]:
     """Prepare a block's slices for a file to workers: as paths, or as arrays.
 
-    `x` is an array `[c, ...]`, or a `PiecesOfBlock` whose pieces are paths of files,
+    `x` is an array `[c, ...]`, or a `Pieces` whose pieces are paths of files,
     with slices that one block has left, or lists of arrays that the driver has. `read`
     takes a path to the list of arrays of the file.
 
-    The result is `(entry, arrays)`. For a `PiecesOfBlock` whose groups have slices of
+    The result is `(entry, arrays)`. For a `Pieces` whose groups have slices of
     files only, `entry` is JSON data: `pieces`, a list of pairs of a path and the
-    position of the value among the arrays of that file; and `columns`, whether it is a
-    `PiecesOfColumns`. `arrays` is then two index arrays, int `[c]`: for each group the
+    position of the value among the arrays of that file; and `columns`, whether it is
+    columns of these. `arrays` is then two index arrays, int `[c]`: for each group the
     index of its file in `pieces` (-1: none), and the position of its slice along axis
     0; of columns also the further attributes. Else `entry` is None, and `arrays` has
     the slices themselves, one array `[c, ...]`.
     """
-    if not isinstance(x, PiecesOfBlock):
+    if not isinstance(x, Pieces):
         return None, [x]
-    used = [int(i) for i in np.unique(x.piece) if i >= 0]
-    if any(isinstance(x.pieces[i][0], list) for i in used):
+    x = x.only_used()  # as others may be many
+    if any(isinstance(piece, list) for piece, _ in x.pieces):
         arrays = lambda piece: piece if isinstance(piece, list) else read(piece)
         return None, [x.assemble(arrays)]
-    # Only of the pieces that the block needs.
-    new = np.full(len(x.pieces) + 1, -1)
-    new[used] = np.arange(len(used))
-    index = [new[x.piece], x.position]
-    columns = isinstance(x, PiecesOfColumns)
-    if columns:
-        index += [x.coordinates, np.array(x.number), x.empty]
-    return {"pieces": [x.pieces[i] for i in used], "columns": columns}, index
+    index = [x.piece, x.position]
+    if x.columns is not None:
+        columns = x.columns
+        index += [columns.coordinates, np.array(columns.number), columns.empty]
+    return {"pieces": x.pieces, "columns": x.columns is not None}, index
 
 
 def slices_from_message(
@@ -174,15 +123,13 @@ def slices_from_message(
         if entry is not None:
             pieces = [(path, leaf) for path, leaf in entry["pieces"]]
             source: Callable[[str], Any] = cached
+            block = Pieces(pieces, x, next(rest))
             if entry["columns"]:
-                position, coordinates, number, empty = (next(rest) for _ in range(4))
-                block = PiecesOfColumns(
-                    pieces, x, position, coordinates, int(number), empty
-                )
+                coordinates, number, empty = (next(rest) for _ in range(3))
+                columns = Columns(coordinates, int(number), empty)
                 if parts is not None:
-                    block, source = block.of_its_own_parts(), parts.__getitem__
-            else:
-                block = PiecesOfBlock(pieces, x, next(rest))
+                    columns, source = columns.of_its_own_parts(), parts.__getitem__
+                block = replace(block, columns=columns)
             x = block.assemble(source)
         slices.append(x)
     return slices

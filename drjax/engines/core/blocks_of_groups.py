@@ -1,8 +1,8 @@
 """Groups cut into blocks, each read when a worker can take it.
 
-Input: the partitioned inputs of a stage, as stacks of slices or `Lazy`, and which
-groups take part. Output: `Block`s of consecutive groups, each with the groups that
-could not be read and why.
+Input: the partitioned inputs of a stage, as `Slices`, and which groups take part.
+Output: `Block`s of consecutive groups, each with the groups that could not be read and
+why.
 
 Invariants: blocks are read one at a time and in order, so that memory holds a few
 blocks and not all groups. A group that cannot be read is masked out; its slot holds the
@@ -13,29 +13,26 @@ read, as an iterable does not tell its length.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from drjax._errors import DrjaxError, DrjaxValueError
 from drjax.engines.core.messages import Block
-from drjax.engines.slices.coordinates import WorkerColumns
 from drjax.engines.slices.groups import Lazy
-from drjax.engines.slices.worker_slices import WorkerSlices
+from drjax.engines.slices.slices import Slices
 
 LoadedBlock = tuple[Block, dict[int, str]]
 
 
 def blocks_of_groups(
-    slices: list[Any], alive: np.ndarray, size: int, start: int = 0
+    slices: Sequence[Slices], alive: np.ndarray, size: int, start: int = 0
 ) -> Iterator[LoadedBlock]:
     """Read the data of c consecutive groups, those from index `start` on, in blocks.
 
-    `slices` are the partitioned inputs of a stage, in order. Each is an array
-    `[c, ...]`; a `Lazy`, which reads slices one by one from a file or an iterable; or
-    `WorkerSlices` or `WorkerColumns`, whose slices workers have. `alive`, bool `[c]`,
-    says which groups take part.
+    `slices` are the partitioned inputs of a stage, in order. `alive`, bool `[c]`, says
+    which groups take part.
 
     The blocks come in the order of groups; each has `size` groups, the last may have
     fewer. With each comes a dict from group index to reason, with the groups that take
@@ -44,34 +41,24 @@ def blocks_of_groups(
     raises, an `EngineError`.
     """
     # Several inputs may come from one source, as leaves of a pytree: it is read once.
-    sources = list(
-        {id(x.source): x.source for x in slices if isinstance(x, Lazy)}.values()
-    )
-    items = [source.between(start, start + len(alive)) for source in sources]
-    for low in range(0, len(alive), size):
-        valid = alive[low : low + size]
-        read = [list(itertools.islice(item, len(valid))) for item in items]
-        failed = {
-            g: str(e) for part in read for g, e in part if isinstance(e, Exception)
-        }
+    sources = {id(x.source): x.source for x in slices if x.source is not None}
+    stop = start + len(alive)
+    items = {key: source.between(start, stop) for key, source in sources.items()}
+    for low in range(start, stop, size):
+        high = min(low + size, stop)
+        known = alive[low - start : high - start]
+        read = {k: list(itertools.islice(x, high - low)) for k, x in items.items()}
+        failed = _failures(itertools.chain.from_iterable(read.values()))
         # int32 is the type of the group index for which stages are exported.
-        groups = np.arange(len(valid), dtype=np.int32) + np.int32(start + low)
+        groups = np.arange(high - low, dtype=np.int32) + np.int32(low)
+        valid = known & ~np.isin(groups, list(failed))
+        leaves = {k: _that_count(part, valid) for k, part in read.items()}
+        arrays = [x.block(low, high, leaves.get(id(x.source), ())) for x in slices]
         # A group that was dropped before is read too, as iterators cannot skip, but its
         # failure is not news.
-        known = {g: why for g, why in failed.items() if valid[g - start - low]}
-        valid = valid & ~np.isin(groups, list(failed))
-        arrays = []
-        for x in slices:
-            if isinstance(x, Lazy):
-                leaves = read[sources.index(x.source)]
-                arrays.append(_stack(x, leaves, valid))
-            elif isinstance(x, WorkerSlices | WorkerColumns):
-                arrays.append(x.block(start + low, start + low + len(valid)))
-            else:
-                # A view: workers that share this memory read it without a copy.
-                arrays.append(x[low : low + size])
-        yield Block(groups, valid, arrays), known
-    for item in items:
+        news = {g: why for g, why in failed.items() if known[g - low]}
+        yield Block(groups, valid, arrays), news
+    for item in items.values():
         next(item, None)  # too many groups are an error
 
 
@@ -97,26 +84,18 @@ def block_of_pairs(
             leaves.append((group, lazy[0].source.leaves(item)))
         except DrjaxError as error:
             leaves.append((group, error))
-    failed = {g: str(e) for g, e in leaves if isinstance(e, Exception)}
+    failed = _failures(leaves)
     groups = np.array([g for g, _ in pairs], np.int32)
     valid = ~np.isin(groups, list(failed))
-    return Block(groups, valid, [_stack(x, leaves, valid) for x in lazy]), failed
+    arrays = [x.stacked(_that_count(leaves, valid)) for x in lazy]
+    return Block(groups, valid, arrays), failed
 
 
-def _stack(x: Lazy, leaves: list[tuple[int, Any]], valid: np.ndarray) -> np.ndarray:
-    """Stack the slices of c groups of one partitioned value into one array `[c, ...]`.
+def _failures(leaves: Iterable[tuple[int, Any]]) -> dict[int, str]:
+    """Return why the data of groups could not be read, by group index."""
+    return {g: str(e) for g, e in leaves if isinstance(e, Exception)}
 
-    `leaves` are pairs `(group index, leaves of the group's data)`: a list of arrays, or
-    an exception if the data cannot be read, and then `valid`, bool `[c]`, is false for
-    the group. Groups that do not take part have a copy of another group's slice; if
-    none takes part, the result is zeros `[c]`. If `x` is a leaf of a `Remote`, whose
-    data only workers have, the leaves are [] and the result is an empty array `[c, 0]`.
-    """
-    pairs = zip(leaves, valid, strict=True)
-    slices = [x.slice_of(part) if ok else None for (_, part), ok in pairs]
-    # A masked slot needs some slice of the right shape; another group's is free of
-    # surprises such as a division by zero.
-    example = next((part for part in slices if part is not None), None)
-    if example is None:
-        return np.zeros(len(slices))  # no group takes part
-    return np.stack([example if part is None else part for part in slices])
+
+def _that_count(leaves: Sequence[tuple[int, Any]], valid: np.ndarray) -> list[Any]:
+    """Return the data of the groups, with None for one that does not take part."""
+    return [x if ok else None for (_, x), ok in zip(leaves, valid, strict=True)]

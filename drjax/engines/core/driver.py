@@ -4,8 +4,8 @@ Input: a plan, an engine and its options; then, for each call, the arguments of 
 planned function. Output: its results, as JAX arrays of the planned shapes and dtypes.
 `Runner` is what every engine's `compile` returns.
 
-Invariants: partitioned values are stacks of slices along axis 0, or `Lazy`; all values
-between stages are numpy arrays, random keys as raw data. Server stages are the exported
+Invariants: partitioned values are stacks of slices along axis 0, or `Slices`; all other
+values between stages are numpy arrays, random keys as raw data. Server stages are the exported
 ones of the plan file, so that they compute the same on every engine and after a
 resumption. A group that was dropped takes no part in any later stage of the call.
 
@@ -51,9 +51,9 @@ from drjax.engines.slices.coordinates import (
     read_by_workers,
     whole_of_coordinates,
 )
-from drjax.engines.slices.groups import flat_slices, mask_dropped_slices, read_if_lazy
+from drjax.engines.slices.groups import flat_slices
 from drjax.engines.slices.kept import check_plan
-from drjax.engines.slices.worker_slices import WorkerSlices
+from drjax.engines.slices.slices import as_slices, in_steps, read_if_lazy
 from drjax.plan import (
     Columns,
     Gather,
@@ -158,8 +158,7 @@ class Runner:
         """Run the plan once, and return the results of the planned function.
 
         `plan` is for the number of groups of the call. Of its inputs each is a numpy
-        array, with the groups along axis 0 if it is partitioned; a `Lazy`, whose slices
-        are read block by block; or a `WorkerSlices`, whose slices workers have. Results
+        array, with the groups along axis 0 if it is partitioned, or `Slices`. Results
         that the open checkpoint has are not computed.
 
         A result that the constructor's `keep` names as an argument of the next call is
@@ -174,9 +173,8 @@ class Runner:
             if value.partitioned and x is not None:
                 # Masked now, as a group may be dropped in a later round than that of
                 # its slice.
-                x = np.moveaxis(
-                    mask_dropped_slices(value, x, call.alive), 0, value.axis
-                )
+                x = as_slices(value, x).masked(call.alive).whole()
+                x = np.moveaxis(x, 0, value.axis)
             outputs.append(x)
         return self.kept.results(self.executable.results(outputs), staying)
 
@@ -232,8 +230,7 @@ class _DriverInterpreter(PlanInterpreter):
     Server stages run in this process, and stages of the groups on the engine. Inputs
     and outputs are lists of numpy arrays in the order of `plan.inputs` and
     `plan.outputs`, random keys as key data. Partitioned values have the groups along
-    axis 0; or they are a `Lazy`, whose slices are read block by block, or a
-    `WorkerSlices`, whose slices workers have.
+    axis 0, or are `Slices`.
 
     `prefix` is a text before the number of each round in its location: empty for the
     plan, and `2.scan.0.` for body 0 of the loop `scan` in round 2.
@@ -266,21 +263,22 @@ class _DriverInterpreter(PlanInterpreter):
 
     def move(self, move: Move, slices: Any, index: Any = None) -> Any:
         alive = self.call.alive
-        if isinstance(slices, WorkerSlices) and is_move_of_slices(move):
+        # A population has slices of groups that take no part.
+        if not move.source.partitioned:
+            return move_slices(move, slices, index)
+        slices = as_slices(move.source, slices)
+        if is_move_of_slices(move):
             source = np.asarray(move.sources if index is None else index)
             inside = (source >= 0) & (source < len(alive))
             # Else a group would have NaNs, or zeros: then the driver moves them.
-            if alive.all() and (slices.piece >= 0).all() and inside.all():
-                return slices.moved(move.result, source)
-        slices = read_if_lazy(slices)
-        # A population has slices of groups that take no part.
-        if move.source.partitioned:
-            if isinstance(move, PutAdd):
-                # What a dropped group has is added to no group.
-                index = np.where(alive, index, -1)
-            # Slices of dropped groups are NaN or zero in other groups, too.
-            slices = mask_dropped_slices(move.source, slices, alive)
-        return move_slices(move, slices, index)
+            if alive.all() and inside.all():
+                return slices.moved(move.result, source).opened()
+        if isinstance(move, PutAdd):
+            # What a dropped group has is added to no group.
+            index = np.where(alive, index, -1)
+        # Slices of dropped groups are NaN or zero in other groups, too.
+        whole = slices.masked(alive).whole()
+        return move_slices(move, whole, index)
 
     def run_loop(self, index: int, loop: Loop, inputs: list[Any]) -> list[Any]:
         if isinstance(loop, Columns):
@@ -293,10 +291,8 @@ class _DriverInterpreter(PlanInterpreter):
         ]
         if isinstance(loop, Scan):
             bodies = [_read_stacked(bodies[0], loop.carry)]
-            # A step takes an element of each slice of a stack: an array, or a `Lazy`.
-            read = lambda x: x.whole() if isinstance(x, WorkerSlices) else x
             consts, carry, stacks = loop.split(inputs)
-            inputs = [*consts, *carry, *map(read, stacks)]
+            inputs = [*consts, *carry, *map(in_steps, stacks)]
         steps = CheckpointedSteps(self.call.checkpoint, prefix, inputs)
         return _python_loops.run(loop, bodies, inputs, self.call.plan.size, np, steps)
 
@@ -308,10 +304,9 @@ def _gather(
     # Not saved in checkpoints: what it gathers is in `env`, also after a resumption.
     source, alive, slices = gather.source, run.call.alive, env[gather.source]
     # Slices of dropped groups are NaN or zero in whatever gathers them.
-    if isinstance(slices, WorkerSlices) and gather.result.name in run.for_columns:
-        env[gather.result] = slices.without_dropped(alive)
-    else:
-        env[gather.result] = mask_dropped_slices(source, slices, alive)
+    masked = as_slices(source, slices).masked(alive)
+    for_columns = gather.result.name in run.for_columns
+    env[gather.result] = masked if for_columns else masked.whole()
 
 
 def _read_stacked(
@@ -319,10 +314,9 @@ def _read_stacked(
 ) -> Callable[[list[Any]], list[Any]]:
     """Wrap the body of a scan, so that the outputs that the scan stacks are arrays.
 
-    A body may return a `Lazy` or a `WorkerSlices` for a partitioned output, whose
-    slices are not in this process. A stack needs the array `[n, *s]` of all slices. The
-    first `carry` outputs are returned as they are, as the next step can read their
-    slices block by block.
+    A body may return `Slices` for a partitioned output, and a stack needs the array
+    `[n, *s]` of all slices. The first `carry` outputs are returned as they are, as the
+    next step can read their slices block by block.
     """
 
     def step(inputs: list[Any]) -> list[Any]:
@@ -404,7 +398,7 @@ class _Call:
                 runner.executable.job(a_round, env, location, size, options),
                 stay=runner.kept.staying(kept, staying),
             ),
-            slices=env.read(v for v in stage.inputs if v.partitioned),
+            slices=[as_slices(v, env[v]) for v in stage.inputs if v.partitioned],
             alive=self.alive.copy(),
             options=options,
             lost=self.report.lost.append,

@@ -33,7 +33,7 @@ from drjax.engines.core.combine import ops_of
 from drjax.engines.core.job import Job
 from drjax.engines.core.messages import File
 from drjax.engines.core.options import EngineOptions
-from drjax.engines.slices.groups import read_if_lazy
+from drjax.engines.slices.slices import read_if_lazy
 from drjax.plan import Fold, Plan, Round, Stage, Value
 
 

@@ -17,31 +17,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from drjax._errors import DrjaxValueError, EngineError
+from drjax._errors import DrjaxValueError
 from drjax._jaxprs.prng_keys import from_raw, raw_type
 from drjax._plan_file import pytrees
 from drjax._plan_file.stage_features import WIDE
 from drjax.engines.core.options import EngineOptions
-from drjax.engines.slices.groups import Remote, Unread, read_if_lazy
+from drjax.engines.slices.groups import Remote
 from drjax.engines.slices.kept import Keep, Kept, KeptPair
-from drjax.engines.slices.worker_slices import INITIAL, WorkerSlices, keep_dropped
+from drjax.engines.slices.slices import Slices, as_slices, read_if_lazy
+from drjax.engines.slices.worker_slices import INITIAL, Pieces, WorkerSlices
 from drjax.plan import Plan, Value
-
-
-class HostSlices(Unread):
-    """A kept result whose slices the driver has as an array, as its workers keep none.
-
-    It stands among the arguments of the next call in the place of its handle. `slices`
-    are those of all groups, `[n, ...]`.
-    """
-
-    def __init__(self, value: Value, slices: np.ndarray):
-        self.value, self.slices = value, slices
-        self.shape = value.whole_shape(len(slices))
-        self.dtype = value.dtype
-
-    def whole(self) -> np.ndarray:
-        return self.slices
 
 
 class KeptResults:
@@ -84,9 +69,8 @@ class KeptResults:
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[Kept]]:
         """Replace each `Kept` among a call's arguments by the slices it stands for.
 
-        The copies of the arguments have in its place a pytree of `WorkerSlices`
-        (workers have the slices) or `HostSlices` (the driver has them). The list is of
-        these `Kept`s, which are still valid: the caller calls their `use_up` once it
+        The copies of the arguments have in its place a pytree of `Slices`. The list is
+        of these `Kept`s, which are still valid: the caller calls their `use_up` once it
         has results. A `Kept` of another `compile`, one that was used up, or one that is
         passed as another argument is a `DrjaxValueError`.
         """
@@ -108,32 +92,17 @@ class KeptResults:
             # Among all kept arguments: workers have the slices of all of them.
             piece = INITIAL, self._inputs.index(i)
             value = self._plan.inputs[i]
-            leaves.append(WorkerSlices(value, [piece], zeros, zeros, self._engine))
+            table = Pieces([piece], zeros, zeros)
+            leaves.append(WorkerSlices(value, table, self._engine))
             leaves[-1].held = True  # by this call, which begins after this
         return leaves
 
     def inputs(self, inputs: list[Any]) -> list[Any]:
-        """Return the plan's inputs as stages take them: arrays, `Lazy`, `WorkerSlices`.
+        """Return the plan's inputs as stages take them.
 
-        Each `HostSlices` is replaced by its array. It is an `EngineError` if the
-        workers that had the slices of a `WorkerSlices` have ended.
+        It is an `EngineError` if the workers that had the slices of one have ended.
         """
-        for x in inputs:
-            if isinstance(x, WorkerSlices):
-                self._check_workers_live(x)
-        return [x.slices if isinstance(x, HostSlices) else x for x in inputs]
-
-    def _check_workers_live(self, x: WorkerSlices) -> None:
-        """Raise `EngineError` if the workers that had the slices of `x` have ended.
-
-        They have if the engine's `generation` is not that of `x` any more.
-        """
-        if x.generation != self._engine.generation:
-            raise EngineError(
-                f"The workers that had the slices of {x.value.name} have ended, by "
-                "close() or with their engine. Start again from arrays, such as those "
-                "that .fetch() returned before."
-            )
+        return [x.opened() if isinstance(x, Slices) else x for x in inputs]
 
     def staying(
         self, values: Sequence[Value], read: Collection[str] = ()
@@ -161,20 +130,16 @@ class KeptResults:
 
         Each of them is the argument of the next call in place of one of this call; a
         group that was dropped (`alive`, bool `[n]`, is false) gets its slice of that
-        one. The result has a `WorkerSlices` (workers have the slices, and are to hold
-        them) or a `HostSlices` (the driver has them) for each output that is taken out,
-        else None; in `outputs`, which is changed, these are None.
+        one. The result has `Slices` for each output that is taken out, else None; in
+        `outputs`, which is changed, these are None.
         """
         leaves: list[Any] = [None] * len(outputs)
         for pair in self._keep.pairs:
             for out, i in zip(pair.outputs, pair.inputs, strict=True):
                 value = self._plan.outputs[out]
-                x = keep_dropped(value, outputs[out], inputs[i], alive)
-                if isinstance(x, WorkerSlices):
-                    x.held = True
-                else:
-                    x = HostSlices(value, x)
-                leaves[out], outputs[out] = x, None
+                new = as_slices(value, outputs[out])
+                x = leaves[out] = new.replacing(value, inputs[i], alive)
+                x.held, outputs[out] = True, None
         return leaves
 
     def results(self, tree: Any, leaves: list[Any]) -> Any:
@@ -185,25 +150,21 @@ class KeptResults:
         """
         return self._keep.results(tree, leaves, self._fetch)
 
-    def _fetch(
-        self, _: KeptPair, leaves: Sequence[WorkerSlices | HostSlices]
-    ) -> list[jax.Array]:
+    def _fetch(self, _: KeptPair, leaves: Sequence[Slices]) -> list[jax.Array]:
         """Copy the slices that a `Kept` stands for to the caller, for `Kept.fetch`.
 
-        Each of `leaves` is a `WorkerSlices` or a `HostSlices`. The arrays are new,
-        `[..., n, ...]`, with the group axis where the plan has it. It is an
-        `EngineError` if the workers that had the slices have ended, and a
+        The arrays are new, `[..., n, ...]`, with the group axis where the plan has it.
+        It is an `EngineError` if the workers that had the slices have ended, and a
         `DrjaxTypeError` if they give none away, as Flower's.
         """
         arrays = []
         for x in leaves:
-            if isinstance(x, WorkerSlices):
-                self._check_workers_live(x)
+            taken = x.opened()
             # Without x64 in the plan's precision, 64-bit values would be cast.
             with jax.enable_x64(
                 bool(jax.config.read("jax_enable_x64")) or x.dtype in WIDE
             ):
-                whole = np.moveaxis(np.array(read_if_lazy(x)), 0, x.value.axis)
+                whole = np.moveaxis(np.array(read_if_lazy(taken)), 0, x.value.axis)
                 arrays.append(from_raw(jax.numpy.asarray(whole), x.dtype))
         return arrays
 

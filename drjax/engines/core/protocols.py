@@ -22,6 +22,7 @@ import numpy as np
 from drjax.engines.core.job import Job
 from drjax.engines.core.messages import Block, BlockResult, File, Task, WorkerState
 from drjax.engines.core.options import EngineOptions
+from drjax.engines.slices.slices import Slices
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,8 @@ class StageCall:
     """One run of a round's local stage: what the driver asks of an engine.
 
     Attributes:
-      slices: For each partitioned input of the stage, in order, an array `[n, ...]`
-        with the slices along axis 0; a `drjax.backends.groups.Lazy`, whose slices are
-        read block by block; or a `WorkerSlices`, whose slices workers have. If the
-        groups of the stage are coordinates, also a `WorkerColumns`.
+      slices: The partitioned inputs of the stage, in order. If the groups of the stage
+        are coordinates, these are columns.
       alive: Which groups take part, bool `[n]`; the others were dropped.
       lost: The engine calls it with the reason whenever a block is lost and tried
         again.
@@ -45,7 +44,7 @@ class StageCall:
     """
 
     job: Job
-    slices: list[Any]
+    slices: list[Slices]
     alive: np.ndarray
     options: EngineOptions
     lost: Callable[[str], None]

@@ -19,8 +19,8 @@ import numpy as np
 from drjax._errors import EngineError
 from drjax.engines.core.combine import Totals, add, finish, ops_of
 from drjax.engines.core.messages import Block, BlockResult
-from drjax.engines.slices.groups import empty_slices
-from drjax.engines.slices.worker_slices import WorkerSlices
+from drjax.engines.slices.slices import empty_slices
+from drjax.engines.slices.worker_slices import Pieces, WorkerSlices
 from drjax.plan import Fold, Plan, Round, Stage, Value
 
 
@@ -108,8 +108,8 @@ class StageResults:
             if stays:
                 i = next(leaf)
                 pieces = [(piece, i) for piece in self._pieces]
-                places = self._piece, self._position
-                kept.append(WorkerSlices(value, pieces, *places, self._engine))
+                table = Pieces(pieces, self._piece, self._position)
+                kept.append(WorkerSlices(value, table, self._engine))
             else:
                 kept.append(next(arrays))
         return [*results, *kept]

@@ -17,6 +17,7 @@ one is forgotten, not stopped.
 """
 
 import functools
+import itertools
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -45,7 +46,7 @@ from drjax.engines.flower.claim_queries import ClaimQueries, ClientFailed
 from drjax.engines.flower.untrusted_replies import BadReply
 from drjax.engines.slices.groups import Remote
 from drjax.engines.slices.kept import Keep
-from drjax.engines.slices.worker_slices import WorkerSlices
+from drjax.engines.slices.worker_slices import Keeping
 from drjax.plan import Plan, Value
 
 # Of Flower, which users may lack.
@@ -345,7 +346,7 @@ class _Sent:
     why: str = ""
 
 
-class Nodes:
+class Nodes(Keeping):
     """The clients, as an engine: a `drjax.engines.core.protocols.Pool` of nodes.
 
     `start` is how many seconds to wait until each group has a client. `drop`: continue
@@ -359,8 +360,9 @@ class Nodes:
     """
 
     def __init__(self, grid: Grid, clients: Assignment, start: float, drop: bool):
-        self.workers, self.generation, self.stays = clients.size, 0, "all"
-        self._stored = client_data.StoredSlices()
+        super().__init__()
+        self.workers, self.stays = clients.size, "all"
+        self._scope, self._runs = client_data.new_scope(), itertools.count()
         self._clients, self._start, self._opened = clients, start, False
         self._messages, self.secure_range = _Messages(grid), 8.0
         self._queries = ClaimQueries(self._messages, clients, drop)
@@ -370,7 +372,11 @@ class Nodes:
         self._again: dict[_Sent, str | None] = {}
 
     def open(self) -> None:
-        self._stored.begin()
+        # Workers delete the others at their next request, which lists what is needed.
+        for x in [*self.in_use]:
+            if not x.held:
+                x.release()
+                self.in_use.discard(x)
         if not self._opened:  # clients that come later are found between rounds
             self._opened = True
             self._queries.run(range(self.workers), self._start, late=True)
@@ -393,15 +399,15 @@ class Nodes:
             yield from sums
             return
         code = self._code.files[self._stage]
-        self._requests = client_data.Requests(call, self._stored, code)
+        number = next(self._runs)
+        self._requests = client_data.Requests(
+            call, code, self._scope, number, self.in_use
+        )
         self._checks = partials, call.job.check_nans
         yield from pool_scheduler.results(self, call)
 
     def share(self, x: Any) -> Any:
         return x
-
-    def created(self, slices: WorkerSlices) -> None:
-        self._stored.add(slices)
 
     def fetch(self, value: Value, pieces: list[Any]) -> Any:
         raise DrjaxTypeError(

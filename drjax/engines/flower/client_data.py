@@ -13,10 +13,8 @@ calls are those of drjax's own list, whatever the request allows. A worker keeps
 slices of the keys that the latest request lists, and forgets others of that runner.
 """
 
-import itertools
 import secrets
-import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,7 +40,7 @@ from drjax.engines.slices.groups import Lazy, as_array
 from drjax.engines.slices.kept import Keep
 from drjax.engines.slices.worker_slices import (
     INITIAL,
-    PiecesOfBlock,
+    Pieces,
     WorkerSlices,
     slices_to_read,
 )
@@ -94,60 +92,23 @@ def check_slices_stay(plan: Plan, keep: Keep, options: EngineOptions) -> None:
         )
 
 
-class StoredSlices:
-    """The server's table of the keys under which workers store slices, for one runner.
+def new_scope() -> str:
+    """Return the beginning of all keys of one runner."""
+    return secrets.token_hex(8)
 
-    The slices that a run of a stage leaves with its workers have one key. A worker
-    keeps them until the next call begins, or, if a handle (a `Kept`) has them, until
-    the handle is used up or gone.
 
-    Attributes:
-      scope: The beginning of all keys; another for each runner.
+def needed_keys(in_use: Iterable[WorkerSlices], group: int) -> list[str]:
+    """Return the keys under which the worker of a group must keep slices, sorted.
+
+    They are the keys of the slices that were not released, and that the group's worker
+    has stored.
     """
-
-    def __init__(self):
-        self.scope, self._count = secrets.token_hex(8), itertools.count()
-        self._all: weakref.WeakSet[WorkerSlices] = weakref.WeakSet()
-
-    def new_key(self) -> str:
-        """Return a new key, under which workers store the slices of one run of a stage.
-
-        It begins with `scope`; no two calls return the same one.
-        """
-        return f"{self.scope}/{next(self._count)}"
-
-    def begin(self) -> None:
-        """Begin a call: release the recorded slices that are not `held`.
-
-        `WorkerSlices.held` is true for slices that a `Kept` of the caller stands for: a
-        result that is an argument of a later call. Workers delete the others at their
-        next request, which lists the keys that `needed` returns.
-        """
-        for x in [*self._all]:
-            if not x.held:
-                x.release()
-                self._all.discard(x)
-
-    def add(self, slices: WorkerSlices) -> None:
-        """Record slices as stored by workers: until their `release` they are needed.
-
-        Only a weak reference is held: slices that were garbage-collected are not needed
-        either.
-        """
-        self._all.add(slices)
-
-    def needed(self, group: int) -> list[str]:
-        """Return the keys under which the worker of a group must keep slices, sorted.
-
-        They are the keys of those recorded slices that were not released, and that the
-        group's worker has stored.
-        """
-        keys = set()
-        for x in [*self._all]:
-            piece = x.pieces[x.piece[group]][0] if x.piece[group] >= 0 else INITIAL
-            if isinstance(piece, str) and piece != INITIAL:
-                keys.add(piece)
-        return sorted(keys)
+    keys = set()
+    for table in [x.table for x in [*in_use]]:
+        piece = table.pieces[i][0] if (i := table.piece[group]) >= 0 else INITIAL
+        if isinstance(piece, str) and piece != INITIAL:
+            keys.add(piece)
+    return sorted(keys)
 
 
 class Requests:
@@ -161,11 +122,19 @@ class Requests:
 
     Attributes:
       key: The key under which workers store the slices of this stage that are read
-        later, a new one of `stored`.
+        later. It begins with `scope`, which is another for each runner; no two runs of
+        a stage have the same. `in_use` are the slices that workers have stored.
     """
 
-    def __init__(self, call: StageCall, stored: StoredSlices, code: File):
-        self._stored, self.key = stored, stored.new_key()
+    def __init__(
+        self,
+        call: StageCall,
+        code: File,
+        scope: str,
+        number: int = 0,
+        in_use: Iterable[WorkerSlices] = (),
+    ):
+        self._scope, self._in_use, self.key = scope, in_use, f"{scope}/{number}"
         self._initial, self._stays = call.initial, any(call.job.stay)
         # A worker has one group, and the driver combines their partial reductions.
         file = replace(code, data=b"")
@@ -205,7 +174,7 @@ class Requests:
         block, slices, stored = task.block, [], []
         for origin, x in zip(self._header["slices"], block.slices, strict=True):
             stored.append(None)
-            if isinstance(x, PiecesOfBlock):
+            if isinstance(x, Pieces):
                 piece, leaf = x.pieces[x.piece[0]]
                 # A list: slices that the server has, as the first call got arrays.
                 if isinstance(piece, str):
@@ -218,8 +187,8 @@ class Requests:
         header = self._header | {
             "stored": stored,
             "initial": self._initial if begins else None,
-            "scope": self._stored.scope,
-            "needed": self._stored.needed(int(block.groups[0])),
+            "scope": self._scope,
+            "needed": needed_keys(self._in_use, int(block.groups[0])),
             "key": self.key if self._stays else None,
         }
         return wire_format.to_bytes(

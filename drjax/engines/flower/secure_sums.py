@@ -344,8 +344,9 @@ def results(
     with the secure sums. An `EngineError` is raised if too few clients are left to
     reveal the sums.
     """
-    stored, clients = client_data.StoredSlices(), {}
-    requests = client_data.Requests(call, stored, code.files[call.job.stage])
+    clients = {}
+    own = code.files[call.job.stage], client_data.new_scope()
+    requests = client_data.Requests(call, *own)
     for block, failed in blocks_of_groups(call.slices, call.alive, 1):
         group = int(block.groups[0])
         if block.valid.any() and (node := nodes[group]) is not None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from drjax.engines.core import worker
 from drjax.engines.core.messages import BlockResult, File, Task, WorkerState
-from drjax.engines.slices.worker_slices import PiecesOfBlock
+from drjax.engines.slices.worker_slices import Pieces
 
 Arrays = list[np.ndarray]
 _SMALL = 8 << 10  # bytes of a block that go into the message itself
@@ -28,7 +28,7 @@ _SMALL = 8 << 10  # bytes of a block that go into the message itself
 
 def without_slices(
     name: str, task: Task, reference: Callable[..., Any]
-) -> tuple[Task, list[int | PiecesOfBlock], list[Any]]:
+) -> tuple[Task, list[int | Pieces], list[Any]]:
     """Take the slices out of the block of a task, for `Worker.run`.
 
     The result is `(task, sources, parts)`: a copy of the task with a block without
@@ -37,17 +37,17 @@ def without_slices(
     method `ResidentSlices.reference`; and the engine's references to slices that
     workers have. `sources` says for each partitioned input of the stage, in order,
     where its slices are: an int is the index in `parts` of a list with one array
-    `[c, ...]`. A `PiecesOfBlock` says that workers have the slices: its `pieces` name
+    `[c, ...]`. A `Pieces` says that workers have the slices: its `pieces` name
     indices in `parts` in place of references.
 
     `name` is that of the plan file.
     """
     block, parts, sources = task.block, [], []
-    arrays = [x for x in block.slices if not isinstance(x, PiecesOfBlock)]
+    arrays = [x for x in block.slices if not isinstance(x, Pieces)]
     small = sum(x.nbytes for x in arrays) <= _SMALL
     groups = int(block.groups[0]), len(block.groups)
     for i, x in enumerate(block.slices):
-        if isinstance(x, PiecesOfBlock):
+        if isinstance(x, Pieces):
             # Only the pieces that the block needs, as others may be large.
             used = [int(k) for k in np.unique(x.piece) if k >= 0]
             places = {k: len(parts) + j for j, k in enumerate(used)}
@@ -77,7 +77,7 @@ class Worker:
         name: str,
         file: File | None,
         task: Task,
-        sources: Sequence[int | PiecesOfBlock],
+        sources: Sequence[int | Pieces],
         shared: Arrays,
         *parts: Arrays,
     ) -> BlockResult | tuple[BlockResult, Arrays]:

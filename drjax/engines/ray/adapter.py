@@ -37,7 +37,7 @@ from drjax.engines.ray.placement import Placement
 from drjax.engines.ray.process_exit import ListeningProcess
 from drjax.engines.ray.resident_slices import ResidentSlices
 from drjax.engines.slices.worker_slices import LOST, Keeping
-from drjax.plan import Plan
+from drjax.plan import Plan, Value
 
 # Of Ray, which users may lack.
 ObjectRef: TypeAlias = Any
@@ -241,6 +241,7 @@ class Actors(Keeping):
         address: str | None = None,
         ray_options: dict[str, Any] | None = None,
     ):
+        super().__init__()
         self.workers = checked_integer("workers", workers, 1)
         self.generation, self.stays = 0, "kept"
         self._options: dict[str, Any] = ray_options or {}
@@ -348,6 +349,9 @@ class Actors(Keeping):
         if isinstance(x, list) and sum(y.nbytes for y in x) <= _INLINE:
             return x
         return self._connection.live().put(x)
+
+    def fetch(self, value: Value, pieces: list[ObjectRef]) -> list[Any]:
+        return [*map(self.read, pieces)]
 
     def read(self, reference: ObjectRef) -> Any:
         """Read an object of Ray's object store; wait until it is there.

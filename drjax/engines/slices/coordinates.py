@@ -17,15 +17,12 @@ Sharp edges: if anything else reads the gathered slices, the driver has them any
 sends the columns.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from drjax._plan import uses
-from drjax.engines.slices.groups import empty_slices
-from drjax.engines.slices.worker_slices import PiecesOfBlock, WorkerSlices
+from drjax.engines.slices.slices import as_slices
 from drjax.plan import Columns, Gather, Move, Plan, Value
 
 
@@ -64,115 +61,14 @@ def read_by_workers(plan: Plan) -> frozenset[str]:
     )
 
 
-@dataclass(frozen=True)
-class PiecesOfColumns(PiecesOfBlock):
-    """The columns of a block of c coordinates, as parts of pieces that workers have.
-
-    Attributes:
-      pieces: The pieces, as in `PiecesOfBlock`.
-      piece: For each of the n groups the index of its piece in `pieces`, int `[n]`; -1:
-        it has none.
-      position: For each group the position of its slice along axis 0, int `[n]`.
-      coordinates: The flat indices of the coordinates of the block, int `[c]`.
-      number: How many coordinates a slice has.
-      empty: The number, or small array `[*t]`, of a group that has no slice.
-    """
-
-    coordinates: np.ndarray
-    number: int
-    empty: np.ndarray
-
-    def __getitem__(self, index: np.ndarray) -> "PiecesOfColumns":
-        """Return the columns of those coordinates: positions `[k]` or a mask `[c]`."""
-        return replace(self, coordinates=self.coordinates[index])
-
-    def assemble(self, arrays: Callable[[Any], Sequence[np.ndarray]]) -> np.ndarray:
-        """Read the columns of the c coordinates into one array `[c, n, *t]`.
-
-        `arrays` takes the reference of a piece to its list of arrays, and is called
-        once for each piece that is used.
-        """
-        shape = (len(self.coordinates), len(self.piece), *self.empty.shape)
-        columns = np.empty(shape, self.empty.dtype)
-        columns[...] = self.empty
-        for i in np.unique(self.piece[self.piece >= 0]):
-            reference, leaf = self.pieces[i]
-            part = cut_coordinates(arrays(reference)[leaf], self)
-            groups = np.flatnonzero(self.piece == i)
-            columns[:, groups] = np.swapaxes(part, 0, 1)[:, self.position[groups]]
-        return columns
-
-    def of_its_own_parts(self) -> "PiecesOfColumns":
-        """Return the same columns of pieces that have nothing but this block's.
-
-        The arrays of such pieces are `[k, c, *t]`.
-        """
-        count = len(self.coordinates)
-        return replace(self, coordinates=np.arange(count), number=count)
-
-
-def cut_coordinates(slices: np.ndarray, columns: PiecesOfColumns) -> np.ndarray:
-    """Return the part `[k, c, *t]` of some groups' slices for a block of c coordinates.
-
-    The slices are `[k, *s, *t]` for coordinates of the shape `s`. The result is a view
-    if the coordinates are consecutive.
-    """
-    flat = slices.reshape(len(slices), columns.number, *columns.empty.shape)
-    first, index = columns.coordinates[:1], columns.coordinates
-    # Mostly a range: a view, so that nothing but the block is copied.
-    if len(index) and (index == np.arange(len(index)) + first).all():
-        return flat[:, int(first[0]) : int(first[0]) + len(index)]
-    return flat[:, index]
-
-
-class WorkerColumns:
-    """The columns of slices that workers have, as a partitioned input of a stage.
-
-    `value` is the input of the body of a `columns` loop, a column of each of its `size`
-    coordinates. Workers keep the slices while this refers to them.
-    """
-
-    def __init__(self, value: Value, slices: WorkerSlices, size: int):
-        self.slices, self._size = slices, size
-        flat = empty_slices(slices.value, 1).reshape(size, *value.shape[1:])
-        self._empty = flat[0]
-
-    def pieces(self) -> list[tuple[Any, tuple[int, int, int]]]:
-        """List the pieces of the slices, and what is read of each.
-
-        These are pairs of the engine's reference to a piece, and
-        `(position of the value among its arrays, d, number of axes of t)` for slices
-        `[*s, *t]` of d coordinates.
-        """
-        axes = self._empty.ndim
-        return [(x, (leaf, self._size, axes)) for x, leaf in self.slices.pieces]
-
-    def block(self, low: int, high: int) -> PiecesOfColumns:
-        """Return the columns of the coordinates from `low` to before `high`, unread."""
-        slices = self.slices
-        return PiecesOfColumns(
-            slices.pieces,
-            slices.piece,
-            slices.position,
-            np.arange(low, high),
-            self._size,
-            self._empty,
-        )
-
-
 def by_coordinate(value: Value, x: Any, size: int) -> Any:
-    """Return an input of a `columns` loop as its body takes it.
+    """Return an input of a `columns` loop as its body takes it, by coordinates.
 
-    `value` is the input of the body, and `x` that of the loop: `[n, *s, *t]` or
-    `[*s, *t]` for `size` coordinates of the shape `s`, or a `WorkerSlices`. The result
-    is a view with the d coordinates first, `[d, n, *t]` or `[d, *t]`, or
-    `WorkerColumns`. An `x` that all coordinates share is returned as it is.
+    `value` is the input of the body, and `x` that of the loop: an array `[n, *s, *t]`
+    or `[*s, *t]` for `size` coordinates of the shape `s`, or the gathered `Slices`. An
+    `x` that all coordinates share is returned as it is.
     """
-    if not value.partitioned:
-        return x
-    if isinstance(x, WorkerSlices):
-        return WorkerColumns(value, x, size)
-    return np.moveaxis(np.reshape(x, value.whole_shape(size)), value.axis, 0)
+    return as_slices(value, x).columns(value, size) if value.partitioned else x
 
 
 def whole_of_coordinates(value: Value, result: Value, x: np.ndarray) -> np.ndarray:

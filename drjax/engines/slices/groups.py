@@ -12,9 +12,8 @@ Sharp edges: an iterator that raises is over, so that the call fails; a sequence
 one group. A whole array is cast as JAX would, a group's is not.
 """
 
-import abc
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -24,10 +23,11 @@ import numpy as np
 from drjax._compat.types import Array, PyTree
 from drjax._error_texts import no_groups, where_it_goes
 from drjax._errors import DrjaxError, DrjaxTypeError, DrjaxValueError, EngineError
-from drjax._jaxprs.prng_keys import is_key, raw_type, to_raw
+from drjax._jaxprs.prng_keys import is_key, to_raw
 from drjax._plan_file import pytrees
 from drjax._plan_file.stage_features import WIDE
 from drjax._planner.arguments import flat_inputs
+from drjax.engines.slices.slices import Slices, empty_slices
 from drjax.plan import Plan, Value
 
 
@@ -158,27 +158,7 @@ class Remote(Groups):
         return None
 
 
-class Unread(abc.ABC):
-    """A partitioned value that an engine's driver has in place of an array.
-
-    Its slices are read later, or by workers only. It has the `shape` and the `dtype` of
-    the array `[..., n, ...]` of all groups.
-    """
-
-    value: Value
-    shape: tuple[int, ...]
-    dtype: Any
-
-    @abc.abstractmethod
-    def whole(self) -> np.ndarray:
-        """Read the slices of all groups into one numpy array `[n, ...]`.
-
-        Random keys are key data. `DrjaxTypeError`: only the workers have the slices,
-        and give none away.
-        """
-
-
-class Lazy(Unread):
+class Lazy(Slices):
     """A partitioned value that is read group by group: one leaf of a `Groups` argument.
 
     An engine's driver, the process of the call, has it in place of an array. Creating
@@ -189,7 +169,6 @@ class Lazy(Unread):
       steps: In scans over the value the current step of each scan, from the outermost
         to the innermost: indices into the leading axes of a group's leaf; () outside of
         loops.
-      shape: The shape of the array `[..., n, ...]` of all groups, whatever `steps` is.
     """
 
     def __init__(
@@ -201,8 +180,7 @@ class Lazy(Unread):
         steps: tuple[int, ...] = (),
     ):
         self.source, self.leaf, self.value, self.n = source, leaf, value, n
-        self.steps, self.dtype = steps, value.dtype
-        self.shape = value.whole_shape(n)
+        self.steps = steps
 
     def __getitem__(self, index: tuple[slice, int]) -> "Lazy":
         """Return the value in step t of a scan over it, `x[:, t]`, as another `Lazy`.
@@ -212,16 +190,33 @@ class Lazy(Unread):
         # The index by which a scan takes one step of a stack: groups are its axis 0.
         return self.at_steps((*self.steps, index[1]))
 
+    def in_steps(self) -> "Lazy":
+        return self  # a step reads its own part of each slice
+
     def at_steps(self, steps: tuple[int, ...]) -> "Lazy":
         """Return a copy of this `Lazy` with other `steps`; nothing is read."""
         return Lazy(self.source, self.leaf, self.value, self.n, steps)
 
-    def slice_of(self, leaves: list[np.ndarray]) -> np.ndarray:
-        """Select a group's slice of this value from the leaves of that group's pytree.
+    def block(self, low: int, high: int, leaves: Sequence[Any] = ()) -> np.ndarray:
+        return self.stacked(leaves)
 
-        In scans it is that of the current step, `steps`. If only the workers have the
-        data (the argument is a `Remote`), it is a placeholder, an array of shape `[0]`.
+    def stacked(self, leaves: Sequence[list[np.ndarray] | None]) -> np.ndarray:
+        """Stack the slices of c groups from the leaves of their pytrees, `[c, ...]`.
+
+        None: a group does not take part, and has a copy of another group's slice; if
+        none takes part, the result is zeros `[c]`. If only the workers have the data
+        (the argument is a `Remote`), it is an empty array `[c, 0]`.
         """
+        slices = [None if part is None else self._slice_of(part) for part in leaves]
+        # A masked slot needs some slice of the right shape; another group's is free of
+        # surprises such as a division by zero.
+        example = next((part for part in slices if part is not None), None)
+        if example is None:
+            return np.zeros(len(slices))  # no group takes part
+        return np.stack([example if part is None else part for part in slices])
+
+    def _slice_of(self, leaves: list[np.ndarray]) -> np.ndarray:
+        """Select a group's slice from the leaves of its pytree; in scans of a step."""
         if isinstance(self.source.groups, Remote):
             return np.zeros(0)
         return leaves[self.leaf][self.steps] if self.steps else leaves[self.leaf]
@@ -244,7 +239,7 @@ class Lazy(Unread):
         stack = empty_slices(one_step, self.n)
         for group, leaves in self.source.between(0, self.n):
             if not isinstance(leaves, Exception):
-                stack[group] = self.slice_of(leaves)
+                stack[group] = self._slice_of(leaves)
         return stack
 
 
@@ -394,13 +389,13 @@ def _uncast(value: Value, leaf: object) -> Any:
         raise DrjaxTypeError(text) from error
 
 
-def as_array(x: Any) -> np.ndarray | Array | Unread:
-    """Convert a leaf of an argument to an array of a dtype of JAX; keep an `Unread`.
+def as_array(x: Any) -> np.ndarray | Array | Slices:
+    """Convert a leaf of an argument to an array of a dtype of JAX; keep a `Slices`.
 
     Arrays and scalars of numpy stay in numpy, cast to the dtype that JAX would use (32
     bits, unless x64 is enabled). Others are converted by `jax.numpy.asarray`.
     """
-    if isinstance(x, Unread):
+    if isinstance(x, Slices):
         return x
     if isinstance(x, np.ndarray | np.generic):
         # The cast of jnp.asarray, which would also copy the array to a device.
@@ -410,13 +405,12 @@ def as_array(x: Any) -> np.ndarray | Array | Unread:
 
 def flat_slices(
     plan: Plan, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-) -> list[np.ndarray | Unread]:
+) -> list[np.ndarray | Slices]:
     """Flatten the arguments of a call to the inputs of a plan, for an engine's driver.
 
     For each input of the plan the list has a numpy array, random keys as key data; of a
     partitioned input `[n, ...]`, with the slices along axis 0. For each leaf of a
-    `Groups` it has a `Lazy`, which reads its slices later; other `Unread` values as
-    they are.
+    `Groups` it has a `Lazy`, which reads its slices later; other `Slices` as they are.
     """
     # For each argument the indices of its leaves, as a `Groups` replaces all of them.
     # Arguments that the plan lacks have none, and `flat_inputs` refuses them.
@@ -430,7 +424,7 @@ def flat_slices(
     for value, x in zip(
         plan.inputs, flat_inputs(plan, args, kwargs, as_array), strict=True
     ):
-        if not isinstance(x, Unread):
+        if not isinstance(x, Slices):
             x = np.asarray(to_raw(x) if is_key(x.dtype) else x)
             x = np.moveaxis(x, value.axis, 0) if value.partitioned else x
         arrays.append(x)
@@ -457,35 +451,3 @@ def _lazy(plan: Plan, x: PyTree, positions: PyTree) -> PyTree:
     # One `Lazy` for each leaf, all of one source, so that items are read once.
     leaves = [Lazy(source, i, v, plan.size) for i, v in enumerate(values)]
     return tree.unflatten(leaves)
-
-
-def empty_slices(value: Value, n: int) -> np.ndarray:
-    """Return n slices for groups without results: NaN, or zero if the dtype has no NaN.
-
-    For random keys it is key data of zeros.
-    """
-    raw = raw_type(value)
-    inexact = jax.numpy.issubdtype(raw.dtype, np.inexact)
-    return np.full((n, *raw.shape), np.nan if inexact else 0, raw.dtype)
-
-
-def read_if_lazy(x: np.ndarray | Unread) -> np.ndarray:
-    """Read all groups' slices of an `Unread`, `[n, ...]`; return an array unchanged."""
-    return x.whole() if isinstance(x, Unread) else x
-
-
-def mask_dropped_slices(
-    value: Value, slices: np.ndarray | Unread, alive: np.ndarray
-) -> np.ndarray:
-    """Replace the slices of dropped groups by NaN, or zero if the dtype has no NaN.
-
-    `alive`, bool `[n]`, tells which groups take part. The result, `[n, ...]`, is a
-    copy, unless all groups take part; an `Unread` is read.
-    """
-    slices = read_if_lazy(slices)
-    if alive.all():
-        return slices
-    # A copy: the caller's array, or a later round's input, must not change.
-    slices = np.array(slices)
-    slices[~alive] = empty_slices(value, 1)[0]
-    return slices

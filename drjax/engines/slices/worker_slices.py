@@ -2,7 +2,7 @@
 
 Input: the blocks of a stage, each with a reference to the slices that stayed with its
 worker. Output: a `WorkerSlices`, which a later stage takes in place of an array; of a
-block of groups a `PiecesOfBlock`, which an engine passes to the worker.
+block of groups a `Pieces`, which an engine passes to the worker.
 
 Invariants: a reference (to a *piece*, a list of arrays `[c, ...]` for some groups) is
 the engine's own, and is released with the last value that has it. Blocks of a later
@@ -13,13 +13,20 @@ that were dropped before a worker had their slices. A group of which no worker h
 slice has no piece: -1.
 """
 
+import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from drjax.engines.slices.groups import Unread, empty_slices, read_if_lazy
+from drjax._errors import EngineError
+from drjax.engines.slices.slices import (
+    Partitioned,
+    Slices,
+    empty_slices,
+    read_if_lazy,
+)
 from drjax.plan import Gather, Loop, Plan, Scan, Scatter, Stage, Value
 
 # The engine's reference to a piece, and the position of the value among its arrays.
@@ -32,8 +39,8 @@ INITIAL = "initial"  # the piece of slices with which workers begin by themselve
 
 
 @dataclass(frozen=True)
-class PiecesOfBlock:
-    """The slices of a block of c groups, as parts of pieces that workers have.
+class Pieces:
+    """The slices of c groups, or columns of them, as parts of pieces that workers have.
 
     A piece is a list of arrays, with the slices that one block of an earlier stage left
     with its worker.
@@ -45,26 +52,47 @@ class PiecesOfBlock:
         none.
       position: For each group the position of its slice along axis 0 of that array, int
         `[c]`.
+      columns: Which columns are read of the slices; None: the slices themselves.
     """
 
     pieces: list[Piece]
     piece: np.ndarray
     position: np.ndarray
+    columns: "Columns | None" = None
 
-    def __getitem__(self, index: np.ndarray) -> "PiecesOfBlock":
-        """Return the slices of the groups at positions `[k]` or in a mask `[c]`."""
+    def __len__(self) -> int:
+        columns = self.columns
+        return len(self.piece if columns is None else columns.coordinates)
+
+    def __getitem__(self, index: Any) -> "Pieces":
+        """Return the slices, or the columns, at positions `[k]` or in a mask `[c]`."""
+        if self.columns is not None:
+            return replace(self, columns=self.columns[index])
         piece, position = self.piece[index], self.position[index]
         return replace(self, piece=piece, position=position)
 
+    def used(self) -> list[int]:
+        """Return the indices of the pieces that some group has."""
+        return [int(i) for i in np.unique(self.piece) if i >= 0]
+
+    def only_used(self) -> "Pieces":
+        """Return the same slices without pieces that no group has."""
+        used, new = self.used(), np.full(len(self.pieces) + 1, -1)
+        new[used] = np.arange(len(used))
+        pieces = [self.pieces[i] for i in used]
+        return replace(self, pieces=pieces, piece=new[self.piece])
+
     def assemble(self, arrays: Callable[[Any], Sequence[np.ndarray]]) -> np.ndarray:
-        """Read the slices of the c groups into one array `[c, ...]`.
+        """Read the slices of the c groups into one array `[c, ...]`, or the columns.
 
         `arrays` takes the reference of a piece to its list of arrays, and is called
         once for each piece that is used. Groups that have no piece get zeros; if no
         group has one, the result is zeros `[c]`. It may be an array of a piece itself,
         if the block is exactly that.
         """
-        used = [int(i) for i in np.unique(self.piece) if i >= 0]
+        used = self.used()
+        if self.columns is not None:
+            return self.columns.assemble(self, used, arrays)
         parts = {i: arrays(self.pieces[i][0])[self.pieces[i][1]] for i in used}
         count = len(self.piece)
         if len(used) == 1:
@@ -82,17 +110,71 @@ class PiecesOfBlock:
         return out
 
 
-class Keeping(Protocol):
-    """The further methods of an `Engine` whose workers have slices between stages.
+@dataclass(frozen=True)
+class Columns:
+    """Columns of c coordinates of slices `[*s, *t]`, for coordinates of the shape `s`.
+
+    Attributes:
+      coordinates: The flat indices of the coordinates, int `[c]`.
+      number: How many coordinates a slice has.
+      empty: The number, or small array `[*t]`, of a group that has no slice.
+    """
+
+    coordinates: np.ndarray
+    number: int
+    empty: np.ndarray
+
+    def __getitem__(self, index: Any) -> "Columns":
+        return replace(self, coordinates=self.coordinates[index])
+
+    def of_its_own_parts(self) -> "Columns":
+        """Return the same columns of pieces that have nothing else, `[k, c, *t]`."""
+        count = len(self.coordinates)
+        return replace(self, coordinates=np.arange(count), number=count)
+
+    def cut(self, slices: np.ndarray) -> np.ndarray:
+        """Return the part `[k, c, *t]` of some groups' slices, `[k, *s, *t]`.
+
+        The result is a view if the coordinates are consecutive.
+        """
+        flat = slices.reshape(len(slices), self.number, *self.empty.shape)
+        first, index = self.coordinates[:1], self.coordinates
+        # Mostly a range: a view, so that nothing but the block is copied.
+        if len(index) and (index == np.arange(len(index)) + first).all():
+            return flat[:, int(first[0]) : int(first[0]) + len(index)]
+        return flat[:, index]
+
+    def assemble(
+        self,
+        table: Pieces,
+        used: Sequence[int],
+        arrays: Callable[[Any], Sequence[np.ndarray]],
+    ) -> np.ndarray:
+        """Read the columns of the c coordinates into one array `[c, n, *t]`."""
+        shape = (len(self.coordinates), len(table.piece), *self.empty.shape)
+        columns = np.empty(shape, self.empty.dtype)
+        columns[...] = self.empty
+        for i in used:
+            reference, leaf = table.pieces[i]
+            part = self.cut(arrays(reference)[leaf])
+            groups = np.flatnonzero(table.piece == i)
+            columns[:, groups] = np.swapaxes(part, 0, 1)[:, table.position[groups]]
+        return columns
+
+
+class Keeping:
+    """The base of an `Engine` whose workers have slices between stages.
 
     Attributes:
       generation: A number that grows when the workers, and their slices, are gone.
+      in_use: The slices of workers that were not released; those that nothing else
+        refers to are gone.
     """
 
-    generation: int
+    generation: int = 0
 
-    def created(self, slices: "WorkerSlices") -> None:
-        """Record new slices as in use: until their `release`, workers keep them."""
+    def __init__(self) -> None:
+        self.in_use: weakref.WeakSet[WorkerSlices] = weakref.WeakSet()
 
     def fetch(self, value: Value, pieces: list[Any]) -> list[Sequence[np.ndarray]]:
         """Read pieces, by the engine's references, to the driver, in order.
@@ -100,158 +182,97 @@ class Keeping(Protocol):
         `value` is the one that is read, for errors. It is a `DrjaxTypeError` if the
         workers give no slices away.
         """
-        return [self.read(piece) for piece in pieces]
-
-    def read(self, reference: Any) -> Sequence[np.ndarray]:
-        """Read one piece by the engine's reference: a list of arrays `[c, ...]`."""
-        ...
+        raise NotImplementedError
 
 
-class WorkerSlices(Unread):
+class WorkerSlices(Slices):
     """A partitioned value whose slices are in pieces that workers have.
 
-    A piece is a list of arrays, with the slices that one block of an earlier stage left
-    with its worker. `pieces` are pairs of the engine's reference to a piece, or its
-    list of arrays, and the position of the value among these. `piece` and `position`,
-    int `[n]`, are for each group the index of its piece in `pieces`, -1 if it has none,
-    and the position of its slice along axis 0 of the piece's array. The constructor
-    registers the value with the engine, so that its workers keep the pieces until
-    `release`; None: the driver has all of them.
+    The constructor registers the value with the engine, so that its workers keep the
+    pieces until `release`; None: the driver has all of them.
 
     Attributes:
       generation: The `generation` of these workers.
-      held: Whether a handle of the caller has them: then they are needed after the
-        call.
-      shape: The shape of the array `[..., n, ...]` of all groups.
-      dtype: The dtype of that array.
     """
 
-    def __init__(
-        self,
-        value: Value,
-        pieces: list[Piece],
-        piece: np.ndarray,
-        position: np.ndarray,
-        engine: Keeping | None,
-    ):
-        self.value, self.engine = value, engine
+    def __init__(self, value: Value, table: Pieces, engine: Keeping | None):
+        self.value, self.engine, self.n = value, engine, len(table)
         self.generation = 0 if engine is None else engine.generation
-        self.held = False
         # Without pieces that no group has any more, so that these are released.
-        used = [int(i) for i in np.unique(piece) if i >= 0]
-        self.pieces = [pieces[i] for i in used]
-        new = np.full(len(pieces) + 1, -1)
-        new[used] = np.arange(len(used))
-        self.piece, self.position = new[piece], position
-        self.shape = value.whole_shape(len(piece))
-        self.dtype = value.dtype
+        self.table = table.only_used()
         if engine is not None:
-            engine.created(self)
+            engine.in_use.add(self)
 
-    @classmethod
-    def of_array(cls, value: Value, slices: np.ndarray) -> "WorkerSlices":
-        """Make the value from an array `[n, ...]`, as one piece that the driver has."""
-        n = len(slices)
-        return cls(value, [([slices], 0)], np.zeros(n, int), np.arange(n), None)
+    def _with(self, value: Value, **fields: Any) -> "WorkerSlices":
+        return WorkerSlices(value, replace(self.table, **fields), self.engine)
 
-    def of_value(self, value: Value) -> "WorkerSlices":
-        """Return a new `WorkerSlices` with the slices of this one, for another value.
+    def block(self, low: int, high: int, leaves: Sequence[Any] = ()) -> Pieces:
+        return self.table[low:high]
 
-        A call may return an argument unchanged as a result, and the argument is
-        released then: the new one stays until its own `release`.
-        """
-        return WorkerSlices(value, self.pieces, self.piece, self.position, self.engine)
+    def columns(self, value: Value, size: int) -> "WorkerSlices":
+        # Workers read their block of coordinates from all pieces; the driver none.
+        flat = empty_slices(self.value, 1).reshape(size, *value.shape[1:])
+        return self._with(value, columns=Columns(np.arange(size), size, flat[0]))
 
-    def release(self) -> None:
-        """Drop the references to all pieces, as the slices are not needed any more.
+    def moved(self, value: Value, index: np.ndarray) -> Slices:
+        # Else a group would have NaNs, or zeros, which the driver knows.
+        if (self.table.piece < 0).any():
+            return super().moved(value, index)
+        # Nothing is sent: workers read the slices where they are.
+        table = self.table[index]
+        return WorkerSlices(value, table, self.engine)
 
-        From then on no group has a slice. Workers keep a piece until no value has it.
-        """
-        self.pieces, self.piece, self.held = [], np.full_like(self.piece, -1), False
+    def masked(self, alive: np.ndarray) -> "WorkerSlices":
+        return self._with(self.value, piece=np.where(alive, self.table.piece, -1))
 
-    def block(self, low: int, high: int) -> PiecesOfBlock:
-        """Return the slices of the groups from index `low` to before `high`, unread."""
-        part = slice(low, high)
-        return PiecesOfBlock(self.pieces, self.piece[part], self.position[part])
-
-    def without_dropped(self, alive: np.ndarray) -> "WorkerSlices":
-        """Return a new `WorkerSlices` in which dropped groups have no slices.
-
-        `alive`, bool `[n]`, is false for these, here and below.
-        """
-        piece = np.where(alive, self.piece, -1)
-        return WorkerSlices(self.value, self.pieces, piece, self.position, self.engine)
-
-    def moved(self, value: Value, index: np.ndarray) -> "WorkerSlices":
-        """Return the slices in other groups: group i gets that of the group `index[i]`.
-
-        `value` is the one that the move gives, and `index` is int `[n]`. Nothing is
-        sent: workers read the slices where they are.
-        """
-        places = self.piece[index], self.position[index]
-        return WorkerSlices(value, self.pieces, *places, self.engine)
-
-    def unless_dropped(
-        self, old: Unread | np.ndarray, alive: np.ndarray
+    def replacing(
+        self, value: Value, old: Partitioned, alive: np.ndarray
     ) -> "WorkerSlices":
-        """Return this value, but with the slices of `old` for dropped groups.
-
-        `old` is an array `[n, ...]`; a `WorkerSlices`, of which nothing is read; or
-        another `Unread`, whose slices are read. The result is a new `WorkerSlices`;
-        this one itself if no group was dropped.
-        """
+        # A new one, as a call may return an argument unchanged, which is released then.
+        mine = self.table
         if alive.all():
-            return self
-        if not isinstance(old, WorkerSlices):
-            old = WorkerSlices.of_array(self.value, read_if_lazy(old))
-        return WorkerSlices(
-            self.value,
-            [*self.pieces, *old.pieces],
-            np.where(
-                alive,
-                self.piece,
-                np.where(old.piece < 0, -1, old.piece + len(self.pieces)),
-            ),
-            np.where(alive, self.position, old.position),
-            self.engine,
+            return self._with(value)
+        if isinstance(old, WorkerSlices):
+            other = old.table
+        else:
+            n, slices = self.n, read_if_lazy(old)
+            other = Pieces([([slices], 0)], np.zeros(n, int), np.arange(n))
+        shifted = np.where(other.piece < 0, -1, other.piece + len(mine.pieces))
+        return self._with(
+            value,
+            pieces=[*mine.pieces, *other.pieces],
+            piece=np.where(alive, mine.piece, shifted),
+            position=np.where(alive, mine.position, other.position),
         )
 
-    def whole(self) -> np.ndarray:
-        """Read the slices of all groups into one array `[n, ...]`.
+    def opened(self) -> "WorkerSlices":
+        if self.engine is not None and self.generation != self.engine.generation:
+            raise EngineError(
+                f"The workers that had the slices of {self.value.name} have ended, by "
+                "close() or with their engine. Start again from arrays, such as those "
+                "that .fetch() returned before."
+            )
+        return self
 
-        The slice of a group that has none is NaN, or zero if the dtype has no NaN. It
-        is a `DrjaxTypeError` if the workers give no slices away.
-        """
-        references = [x for x, _ in self.pieces if not isinstance(x, list)]
+    def release(self) -> None:
+        # From then on no group has a slice; workers keep a piece until no value has it.
+        none = np.full_like(self.table.piece, -1)
+        self.table, self.held = replace(self.table, pieces=[], piece=none), False
+
+    def whole(self) -> np.ndarray:
+        references = [x for x, _ in self.table.pieces if not isinstance(x, list)]
         arrays: dict[Hashable, Any] = {}
         if references:
             assert self.engine is not None  # it has made these references
             fetched = self.engine.fetch(self.value, references)
             arrays = dict(zip(map(id, references), fetched, strict=True))
         read = lambda x: x if isinstance(x, list) else arrays[id(x)]
-        missing, out = self.piece < 0, empty_slices(self.value, len(self.piece))
+        if self.table.columns is not None:
+            return self.table.assemble(read)
+        missing, out = self.table.piece < 0, empty_slices(self.value, self.n)
         if not missing.all():
-            out[~missing] = self.block(0, len(out))[~missing].assemble(read)
+            out[~missing] = self.table[~missing].assemble(read)
         return out
-
-
-def keep_dropped(
-    value: Value, new: Any, old: Unread | np.ndarray, alive: np.ndarray
-) -> WorkerSlices | np.ndarray:
-    """Return a kept result in which dropped groups have the slices of the call before.
-
-    `new` is the result of the call, and `old` the argument that it replaces: arrays
-    `[n, ...]`, or `Unread`s, slices that are not in this process. If workers have the
-    slices of `new`, the result is a new `WorkerSlices`. Else it is an array `[n, ...]`,
-    which is a copy if a group was dropped.
-    """
-    if isinstance(new, WorkerSlices):
-        return new.of_value(value).unless_dropped(old, alive)
-    new = read_if_lazy(new)
-    if not alive.all():
-        new = np.array(new)
-        new[~alive] = read_if_lazy(old)[~alive]
-    return new
 
 
 def slices_to_read(

@@ -20,6 +20,7 @@ from drjax.engines.core.combine import add, stacked
 from drjax.engines.core.driver import Runner
 from drjax.engines.core.options import EngineOptions
 from drjax.engines.slices.coordinates import gathers_for_columns
+from drjax.engines.slices.worker_slices import WorkerSlices
 from tests.helpers.raising import raises
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
@@ -111,11 +112,9 @@ def test_the_driver_reads_no_slices(shuffle, monkeypatch):
     args = arguments()
     plan = drjax.make_plan(f)(*args)
     want, read = reference.compile(plan)(*args), []
-    real = driver.mask_dropped_slices
+    real = WorkerSlices.whole
     monkeypatch.setattr(
-        driver,
-        "mask_dropped_slices",
-        lambda value, *xs: (read.append(value.name), real(value, *xs))[1],
+        WorkerSlices, "whole", lambda x: (read.append(x.value.name), real(x))[1]
     )
     run, files = exchange(plan, shuffle, block_size=2)
     jax.tree.map(np.testing.assert_array_equal, run(*args), want)

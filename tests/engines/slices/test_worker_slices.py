@@ -1,7 +1,7 @@
 """Slices that stay with the workers of a pool, in this process.
 
 Covers: drjax.engines.slices.worker_slices, drjax.engines.slices.coordinates,
-drjax.engines.core.kept_results.
+drjax.engines.slices.slices, drjax.engines.core.kept_results.
 """
 
 from dataclasses import replace
@@ -17,7 +17,8 @@ from drjax.backends import Kept, reference
 from drjax.engines.core.driver import Runner
 from drjax.engines.core.options import EngineOptions
 from drjax.engines.in_process.adapter import InProcess
-from drjax.engines.slices.worker_slices import PiecesOfBlock
+from drjax.engines.slices.worker_slices import Keeping as KeepingEngine
+from drjax.engines.slices.worker_slices import Pieces
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
 
@@ -26,15 +27,13 @@ class Piece(list[np.ndarray]):
     """The arrays of a block; the driver knows the reference only."""
 
 
-class Keeping(InProcess):
+class Keeping(KeepingEngine, InProcess):
     """A pool whose workers keep slices, and count what the driver reads."""
 
     def __init__(self):
-        super().__init__(2)
+        super().__init__()
+        InProcess.__init__(self, 2)
         self.stays, self.reads, self.known = "kept", 0, dict[str, Piece]()
-
-    def created(self, slices):
-        pass
 
     def fetch(self, value, pieces):
         return [*map(self.read, pieces)]
@@ -45,7 +44,7 @@ class Keeping(InProcess):
 
     def submit(self, task, file, shared):
         slices = [
-            x.assemble(self._arrays) if isinstance(x, PiecesOfBlock) else x
+            x.assemble(self._arrays) if isinstance(x, Pieces) else x
             for x in task.block.slices
         ]
         task = replace(task, block=replace(task.block, slices=slices))
