@@ -110,7 +110,7 @@ class StageRun:
     folder: str
     ops: tuple[str, ...]
     starts: list[int]
-    lazy: list[Lazy | None]
+    lazy: list[Slices | None]
     size: int
     stay: tuple[bool, ...] = ()
     kept: str = ""

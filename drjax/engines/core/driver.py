@@ -5,9 +5,9 @@ planned function. Output: its results, as JAX arrays of the planned shapes and d
 `Runner` is what every engine's `compile` returns.
 
 Invariants: partitioned values are stacks of slices along axis 0, or `Slices`; all other
-values between stages are numpy arrays, random keys as raw data. Server stages are the exported
-ones of the plan file, so that they compute the same on every engine and after a
-resumption. A group that was dropped takes no part in any later stage of the call.
+values between stages are numpy arrays, random keys as raw data. Server stages are the
+exported ones of the plan file, so that they compute the same on every engine and after
+a resumption. A group that was dropped takes no part in any later stage of the call.
 
 Sharp edges: the driver holds slices that a later round needs or that are returned, and,
 unless workers keep them, those that move to other groups or are read as columns. Each
