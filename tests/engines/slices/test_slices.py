@@ -67,7 +67,7 @@ class TestSlices:
         np.testing.assert_array_equal(block(x, 1, 4), X[1:4])
         np.testing.assert_array_equal(x.whole(), X)
         np.testing.assert_array_equal(read_if_lazy(x.opened()), X)
-        steps = in_steps(x)
+        steps: Any = in_steps(x)
         np.testing.assert_array_equal(read_if_lazy(steps[:, 1]), X[:, 1])
 
     def test_moved_to_other_groups(self, make):
