@@ -161,6 +161,11 @@ class Loop(Step):
     bodies: tuple["Plan", ...]
 
     op: ClassVar[str]
+    # Fields of some subclasses, and constants of the others.
+    consts: ClassVar[tuple[int, ...]]
+    carry: ClassVar[int]
+    length: ClassVar[int | None]
+    reverse: ClassVar[bool]
 
     @property
     def times(self) -> tuple[int | str, ...]:

@@ -18,7 +18,7 @@ of. An optimization barrier prevents that the compiler rematerializes x in betwe
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -71,8 +71,8 @@ def _executor(local: _Local, largest: bool) -> Callable:
         layout = make_layout(partition, mesh)
 
         def body(*xs: DeviceArray) -> list[Array]:
-            *xs, indices = xs if layout.uneven else (*xs, None)
-            x = xs[0] if num is None else InSegments(*xs, num)
+            *own, indices = xs if layout.uneven else (*xs, None)
+            x = own[0] if num is None else InSegments(own[0], own[1], num)
             y = local(layout, x, indices)
             return [across_devices(y, layout.axes, largest) if layout.axes else y]
 
@@ -216,7 +216,7 @@ def _lowering_rule(
     ) -> Sequence[MlirValue]:
         a_map, index = map_of(ctx, x, params)
         placed = None if a_map is None else a_map.placed.get(index)
-        neutral = identity(ctx.avals_in[0].dtype)
+        neutral = identity(cast(Aval, ctx.avals_in[0]).dtype)
         if placed is not None and is_neutral(ufunc, placed.fill, neutral):
             operands = [placed.segments, placed.slices]
             params = {**params, "num": placed.num}

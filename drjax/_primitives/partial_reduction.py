@@ -30,7 +30,7 @@ not results of the map themselves.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -132,8 +132,8 @@ def execute_partial_reduction(
     layout = make_layout(partition, mesh)
 
     def body(*xs: DeviceArray) -> list[Array]:
-        *xs, indices = xs if layout.uneven else (*xs, None)
-        x = xs[0] if num is None else InSegments(*xs, num)
+        *own, indices = xs if layout.uneven else (*xs, None)
+        x = own[0] if num is None else InSegments(own[0], own[1], num)
         y = _REDUCTIONS[reduction].local(layout, x, indices)
         return [vary(y, layout.axes)[None]]
 
@@ -175,7 +175,7 @@ def _partial_reduction_rule(
     params, operands = {**placement, "reduction": reduction}, [(x, ctx.avals_in[0])]
     placed = None if a_map is None else a_map.placed.get(index)
     if placed is not None and _REDUCTIONS[reduction].is_neutral(
-        placed.fill, ctx.avals_in[0].dtype
+        placed.fill, cast(Aval, ctx.avals_in[0]).dtype
     ):
         operands = [placed.segments, placed.slices]
         params["num"] = placed.num

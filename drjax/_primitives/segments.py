@@ -178,7 +178,7 @@ def _place_jvp(
     segment, _ = primals
     placed = place_in_segment(*primals, num, fill)
     t = tangents[1]
-    if type(t) is _compat.Zero:
+    if isinstance(t, _compat.Zero):
         return placed, _compat.Zero(_compat.typeof(placed).to_tangent_aval())
     return placed, place_in_segment(segment, t, num, 0)
 
@@ -188,7 +188,7 @@ def _slice_jvp(
 ) -> tuple[Array, Tangent]:
     segment, _ = primals
     own, t = slice_of_segment(*primals), tangents[1]
-    if type(t) is _compat.Zero:
+    if isinstance(t, _compat.Zero):
         return own, _compat.Zero(_compat.typeof(own).to_tangent_aval())
     return own, slice_of_segment(segment, t)
 
@@ -197,13 +197,13 @@ def _slice_jvp(
 def _place_transpose(
     ct: Tangent, segment: Array, slice_: Any, *, num: int, fill: ArrayLike
 ) -> list[Tangent | None]:
-    if type(ct) is _compat.Zero:
+    if isinstance(ct, _compat.Zero):
         return [None, _compat.Zero(slice_.aval)]
     return [None, slice_of_segment(segment, ct)]
 
 
 def _slice_transpose(ct: Tangent, segment: Array, table: Any) -> list[Tangent | None]:
-    if type(ct) is _compat.Zero:
+    if isinstance(ct, _compat.Zero):
         return [None, _compat.Zero(table.aval)]
     return [None, place_in_segment(segment, ct, table.aval.shape[0], 0)]
 
@@ -254,8 +254,8 @@ def placements(jaxpr: ClosedJaxpr) -> dict[int, Placement]:
     for i, result in enumerate(raw.outvars):
         eqn = None if isinstance(result, Literal) else defined.get(result)
         while eqn is not None and eqn.primitive is lax.optimization_barrier_p:
-            (atom,) = eqn.invars if len(eqn.invars) == 1 else (None,)
-            eqn = defined.get(atom)
+            alone = len(eqn.invars) == 1
+            eqn = defined.get(eqn.invars[0]) if alone else None
         if eqn is not None and eqn.primitive is place_in_segment_p:
             found[i] = Placement(*eqn.invars, **eqn.params)
     return found
