@@ -126,6 +126,16 @@ def test_a_range_of_groups_reads_no_other_data():
     assert read == [0, 1, 2, 3, 4, 5]
 
 
+def test_groups_beyond_the_last_of_many():
+    """More of them than the integers of which Python has one object each."""
+    sums = drjax.program(clients=300)(drjax.reduce_sum)
+    run = in_process.compile(drjax.make_plan(sums)(np.ones(300, np.float32)))
+    items = [np.float32(1)] * 301
+    text = "The plan is for 300 groups, got more"
+    raises(drjax.DrjaxError, text, run, Groups(items))
+    assert run(Groups(items[1:])) == 300
+
+
 def test_groups_that_do_not_fit():
     plan = weighted_plan(3)
     run = in_process.compile(plan)
@@ -386,6 +396,34 @@ def test_an_exported_plan_is_not_exported_again():
     pairs = zip(exported.stages(), export_plan(exported).stages(), strict=True)
     assert all(one.exported is two.exported for (_, one), (_, two) in pairs)
     assert any(stage.exported is not None for _, stage in exported.stages())
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_blocks_are_read_only_so_far_ahead_of_a_slow_one(workers):
+    """Four blocks for each worker: two in flight, and as many with a result."""
+
+    class Slow(InProcess):
+        """The first block ends when no other is left."""
+
+        first: object = None
+        sent, most = 0, 0
+
+        def submit(self, task, file, shared):
+            handle = super().submit(task, file, shared)
+            self.sent += 1
+            self.first = self.first or handle
+            return handle
+
+        def wait(self, handles, timeout):
+            if others := [x for x in handles if x is not self.first]:
+                return others
+            self.most = self.most or self.sent
+            return handles
+
+    plan = drjax.make_plan(drjax.program(clients=20)(drjax.reduce_sum))(jnp.zeros(20))
+    run = Runner(plan, pool := Slow(workers), EngineOptions.checked(block_size=1))
+    assert run(np.ones(20, np.float32)) == 20 and run.report.resumed == 0
+    assert pool.most == 4 * workers and pool.sent == 20
 
 
 def test_an_interrupt_ends_the_blocks_in_flight():

@@ -16,7 +16,7 @@ from drjax.backends.groups import Groups
 from drjax.backends.parquet import Parquet
 from drjax.engines.core import pool_scheduler, worker
 from drjax.engines.core.driver import Runner
-from drjax.engines.core.messages import WorkerState
+from drjax.engines.core.messages import Block, WorkerState
 from drjax.engines.core.options import EngineOptions
 from drjax.engines.core.protocols import Lost
 from drjax.engines.in_process.adapter import InProcess
@@ -24,6 +24,15 @@ from tests.helpers.conformance import slices_for, survivors, weighted_plan
 from tests.helpers.raising import raises
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
+
+
+def test_a_block_is_padded_with_its_first_group_that_takes_part():
+    valid, x = np.array([False, True, True]), np.arange(3.0)
+    padded = Block(np.arange(4, 7, dtype=np.int32), valid, [x]).padded(5)
+    np.testing.assert_array_equal(padded.groups, [5, 5, 6, 5, 5])
+    np.testing.assert_array_equal(padded.slices[0], [1, 1, 2, 1, 1])
+    assert [*padded.valid] == [False, True, True, False, False]
+
 
 # ---------------------------------------------------------------------------------
 # Workers that are lost, blocks that take too long
