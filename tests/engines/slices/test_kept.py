@@ -86,6 +86,16 @@ def test_slices_along_another_axis():
         np.testing.assert_array_equal(run(run(x)).fetch(), 4 * x)
 
 
+def test_64_bit_slices_are_fetched_in_their_precision():
+    fine = np.arange(4) + 2.0**-40
+    double = drjax.program(clients=4)(lambda x: drjax.map_fn(lambda x: 2 * x, x))
+    with jax.enable_x64(True):
+        plan = drjax.make_plan(double)(fine)
+    result = in_process.compile(plan, keep={(): 0})(fine).fetch()
+    assert result.dtype == np.float64
+    np.testing.assert_array_equal(result, 2 * fine)
+
+
 # ---------------------------------------------------------------------------------
 # Handles
 
