@@ -88,9 +88,11 @@ def test_sums_of_other_values_stay_plain():
     def both(model, x):
         count = drjax.reduce_sum(drjax.map_fn(lambda x: x > 0.5, x))
         plain = drjax.map_fn(jnp.vdot, (drjax.broadcast(model), x))
-        return loss(model, x), (count, drjax.reduce_sum(plain))
+        # Of an equation without operands, too.
+        index = drjax.reduce_sum(drjax.partition_index())
+        return loss(model, x), (count, drjax.reduce_sum(plain), index)
 
-    assert demands(jax.value_and_grad(both, has_aux=True), M, X) == [0, 0, 3, 3]
+    assert demands(jax.value_and_grad(both, has_aux=True), M, X) == [0, 0, 0, 3, 3]
     plain = lambda m, x: both(m, x)[1][1]
     assert demands(jax.grad(plain), M, X) == [0]
 
