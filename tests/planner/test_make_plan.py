@@ -14,6 +14,7 @@ import pytest
 
 import drjax
 from drjax.compiled import sent_bytes
+from drjax.plan import Columns, Cond, Program
 from tests.helpers.cases import some
 from tests.helpers.compiled import temp_bytes
 from tests.helpers.maml import make_parallel_maml_loss, maml_args, task_loss
@@ -113,6 +114,13 @@ def test_loops_hold_plans_and_count_their_steps():
     assert ledger.up() == 2 * 5 * 2 * 8 * 8 * 4
     assert "scan of 5 steps, backwards" not in str(ledger)
     assert "scan_2 of 5 steps, backwards" in str(plan)
+
+
+@pytest.mark.parametrize("kind", [Cond, Program, Columns])
+def test_what_is_no_loop_of_steps_carries_nothing(kind):
+    step = kind("a", (), (), ())
+    assert (step.consts, step.carry) == ((), 0)
+    assert (step.length, step.reverse, step.times) == (None, False, ())
 
 
 def test_unknown_numbers_of_steps_stay_symbolic():
