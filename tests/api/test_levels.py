@@ -553,6 +553,13 @@ def test_wrong_options_over_levels(block, over, text):
     raises(drjax.DrjaxError, f"drjax.{block.split('(')[0]} {text}", call, X + 1j)
 
 
+@pytest.mark.parametrize("block", SUMS)
+def test_keys_in_reductions_over_levels(block):
+    keys = jax.random.split(jax.random.key(0), X.shape[:2])
+    text = f"drjax.{block.split('(')[0]} needs leaves that are numbers, got dtype key"
+    raises(drjax.DrjaxTypeError, text, two(OF_SEVERAL[block]), keys)
+
+
 def test_sizes_of_levels_as_the_size_of_one():
     text = "Levels are keywords of their own: @drjax.program(pods=2, groups=4)"
     raises(drjax.DrjaxTypeError, text, drjax.program, partition_size=BOTH)

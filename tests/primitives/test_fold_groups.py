@@ -190,6 +190,14 @@ def test_gradients_of_what_is_closed_over(mesh, order):
     jax.tree.map(close, result(x, scale), grad(direct)(x, scale))
 
 
+def test_a_batch_of_groups_alone():
+    """What the function closes over has no batch dimension."""
+    scaled = three(lambda x, c: drjax.reduce(lambda a, b: c * a + c * b, x, 0.0))
+    x, two = np.stack([X3, 2 * X3], 1), jnp.float32(2)
+    result = jax.vmap(scaled, (1, None))(x, two)
+    close(result, [scaled(X3, two), scaled(2 * X3, two)])
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_inside_a_shard_map(check_vma):
     n, x, scale = 8, data(8, 3), jnp.float32(2.0)
