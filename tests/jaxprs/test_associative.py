@@ -56,6 +56,15 @@ def test_what_is_not_associative(name, which):
     raises(drjax.DrjaxValueError, text, run, x)
 
 
+def test_the_error_has_both_results():
+    text = (
+        "average(average(a, b), c) has leaf 0 = [2.25], and average(a, average(b, c)) "
+        "has leaf 0 = [1.75]."
+    )
+    x = jnp.arange(1.0, N + 1)[:, None]
+    raises(drjax.DrjaxValueError, text, drjax.check(program(average, 0.0)), x)
+
+
 def test_what_does_not_commute():
     x = jnp.asarray(data(N, 3, 3))
     for run in both(

@@ -191,6 +191,10 @@ def _tree_of_equal_names(manifest):  # once Python has normalized them
     manifest["plan"]["out_tree"]["node"] = {"record": ["X", fields]}
 
 
+def _a_node_in_a_list(manifest):
+    manifest["plan"]["out_tree"]["node"] = ["leaf"]
+
+
 def _many_axes(manifest):
     manifest["plan"]["partition"]["mesh_axes"] = ["a"] * 100_000
 
@@ -203,6 +207,7 @@ def _no_arguments(manifest):
     "change,text",
     [
         (_tree_of_equal_names, "SyntaxError: duplicate argument 'fi'"),
+        (_a_node_in_a_list, "a pytree cannot have the node ['leaf']"),
         (_many_axes, "mesh_axes of partition 'clients' need to differ"),
         (_no_arguments, "malformed manifest: "),
         (lambda m: _loop(m)["bodies"][0].update(outputs=""), "is not a list"),
