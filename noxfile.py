@@ -64,6 +64,13 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def goldens(session: nox.Session) -> None:
+    """Plans and compiled programs as they were frozen, or the module's arguments."""
+    session.install("-q", "-e", ".[tests]")
+    session.run("python", "-m", "tests.helpers.goldens", *session.posargs)
+
+
+@nox.session
 def slow(session: nox.Session) -> None:
     """The slow tests, by file: what those of one share is computed once."""
     _slow(session, "slow and not grid")

@@ -9,7 +9,7 @@ For each program of the case table and its gradient: the printed plan and its le
 and, for each mesh and runner, the compiled collectives, the temporary bytes, how often
 JAX traces and compiles, and the bits of the results. Of random programs the plan and
 the ledger. A record is kept by JAX version; bits are compared on the kind of CPU on
-which they were frozen only, as XLA's code depends on it.
+which they were frozen only, as XLA's code depends on it. `.ci/run` compares.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import functools
 import hashlib
 import json
 import platform
+import re
 import sys
 import time
 import zlib
@@ -119,9 +120,22 @@ def compile_one(case: Case, fn: Callable, mesh: str, runner: str) -> Record:
     }
 
 
+def kind_of_cpu() -> str:
+    """What XLA compiles for: the model, and the instructions that it may use."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().split("\n\n")[0].splitlines() if info.exists() else []
+    named = [line.split(":", 1) for line in lines if ":" in line]
+    fields = {name.strip(): value.split() for name, value in named}
+    model = [fields.get(x, []) for x in ("vendor_id", "cpu family", "model")]
+    of_vectors = re.compile("s?sse|avx|fma|f16c|bmi|amx|asimd|sve")
+    flags = fields.get("flags", fields.get("Features", []))
+    used = sorted(x for x in flags if of_vectors.match(x))
+    return " ".join([platform.machine(), *sum(model, []), digest(" ".join(used))])
+
+
 def measure(everything: bool) -> Record:
     """All records, or those that a run by default compares."""
-    records: Record = {"cpu": platform.processor() or platform.machine()}
+    records: Record = {"cpu": kind_of_cpu()}
     chosen = [
         (name, run)
         for name, run in compiled()
@@ -164,13 +178,19 @@ def main() -> None:
     if options.show:
         print(dict(plans())[options.show]())
         return
+    if not (options.write or FILE.exists()):
+        print(f"no goldens of JAX {jax.__version__}: freeze them with --all --write")
+        return
     began = time.process_time()
     records = measure(options.all)
     print(f"{len(records) - 1} records, {time.process_time() - began:.0f} CPU-seconds")
     if options.write:
         FILE.write_text(json.dumps(records, indent=0) + "\n")
         return
-    lines = differences(json.loads(FILE.read_text()), records)
+    old = json.loads(FILE.read_text())
+    if old["cpu"] != records["cpu"]:
+        print(f"frozen on {old['cpu']}, this is {records['cpu']}: without bits")
+    lines = differences(old, records)
     print("\n".join(lines) or "all equal")
     sys.exit(bool(lines))
 
