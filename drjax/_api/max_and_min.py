@@ -283,7 +283,7 @@ def _some_group(block: str, part: Participation, params: BlockParams) -> GlobalA
     taken = as_operand(part.of_groups, make_layout(**params), True)
     if part.num is not None:
         one = lambda own: part.place(own, jnp.bool_(True), False)
-        taken = map_leaves(block, one, taken, **params)
+        taken = map_leaves("by", one, taken, **params)
     return reduce_max_p.bind(taken, **params)
 
 
@@ -324,7 +324,7 @@ def _(
 ) -> tuple[GlobalArray, GlobalArray]:
     (own, x), (_, dx) = primals, tangents
     params = {"partition": partition, "mesh": mesh}
-    map_one = functools.partial(map_leaves, block, **params)
+    map_one = functools.partial(map_leaves, **params)
 
     def total(x: PartitionedArray) -> GlobalArray:
         kept = keep_slices(block, Participation(own, num), x, 0, **params)
@@ -340,13 +340,14 @@ def _(
     # The comparison needs bitwise the slices of which the extremum was taken.
     x = lax.optimization_barrier(x)
     y = _extremum_by_segment(block, num, partition, mesh, own, x)
-    hit = map_one(is_extremum, own, x, broadcast_p.bind(y, **params))
+    extremum = broadcast_p.bind(y, **params)
+    hit = map_one("is_extremum", is_extremum, own, x, extremum)
     count = total(hit)
     # A segment without groups has no share; that of NaN is NaN.
     count = jnp.where((count == 0) & (y == y), jnp.ones_like(count), count)
     share = broadcast_p.bind(lax.reciprocal(count), **params)
-    weights = map_one(weight, own, hit, share)
-    return y, total(map_one(jnp.multiply, dx, weights))
+    weights = map_one("weight", weight, own, hit, share)
+    return y, total(map_one("mul", jnp.multiply, dx, weights))
 
 
 def _reduce_arg(

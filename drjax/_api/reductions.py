@@ -464,7 +464,7 @@ def _weights_to_add(
     if part.num is None:
         return lax.convert_element_type(part.of_groups, real)
     one = lambda own: part.place(own, jnp.ones((), real), 0)
-    return map_leaves(block, one, part.of_groups, **params)
+    return map_leaves("by", one, part.of_groups, **params)
 
 
 def _quotients(

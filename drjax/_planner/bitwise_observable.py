@@ -11,15 +11,15 @@ match. So the operands of an extremum, of a gather, of a fold, of a move between
 and of the selection of one group are computed once and saved, and so is each variable
 whose values they are, through equations that only move, select or negate values.
 
-What such equations alone compute from arguments has the same bits in each stage: it is
-rematerialized, so that an argument that is compared with its own maximum needs no copy.
+What such equations alone compute from arguments, or from what is saved, has the same
+bits in each stage: it is rematerialized, so that an argument that is compared with its own maximum needs no copy.
 
 Invariants: the set is closed backward over such equations. Sharp edges: a sum or a mean
 rounds and is not observable bit by bit, unless its operand selects values (`select_n`):
 then it may be the choice of one group.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import jax.numpy as jnp
@@ -33,6 +33,7 @@ from drjax._planner.inline import CALLS, CONTROL, InlinedJaxpr
 from drjax._planner.unbatching.rules import ELEMENTWISE
 from drjax._primitives.moves import MOVES
 from drjax._primitives.reduce_ops import of_primitive
+from drjax._primitives.segments import place_in_segment_p, slice_of_segment_p
 
 # For each primitive that moves values, the positions of the operands that its results
 # hold values of; (): all of them. A primitive with an unbatching rule of its own is
@@ -53,7 +54,8 @@ MOVED_OPERANDS: dict[str, tuple[int, ...]] = {
 # Cheap equations whose results have the same bits wherever they are computed.
 _EXACT = frozenset(
     """broadcast_in_dim clamp concatenate copy copy_p drjax_broadcast
-    drjax_partition_index drjax_scatter dynamic_slice dynamic_update_slice eq eq_to
+    drjax_partition_index drjax_place_in_segment drjax_scatter drjax_slice_of_segment
+    dynamic_slice dynamic_update_slice eq eq_to
     expand_dims gather ge gt iota is_finite le le_to lt lt_to max min ne neg pad
     rearrange reduce_max reduce_min reshape rev select_n slice split squeeze stack
     stop_gradient tile transpose unstack""".split()
@@ -80,9 +82,9 @@ def bitwise_observable(program: InlinedJaxpr) -> frozenset[Var]:
     * the variables whose values these hold, through equations that only move, select or
       negate values;
 
-    without those that such equations alone compute from arguments (`_exact`). Those of
-    the bodies of its loops are not among them: each body is an inlined jaxpr
-    of its own.
+    without those that such equations alone compute from arguments, or from others of no
+    more bytes (`_exact`). Those of the bodies of its loops are not among them: each
+    body is an inlined jaxpr of its own.
     """
     definition = definitions(program.eqns)
     observable: set[Any] = set()
@@ -102,22 +104,40 @@ def bitwise_observable(program: InlinedJaxpr) -> frozenset[Var]:
             for operand in _observable_operands(program, eqn):
                 aliases = _aliases(definition, operand, True)
                 observable |= {var for var, _ in aliases}
-    again = _exact(program.eqns, program.invars).difference(program.invars)
-    return frozenset(observable - again)
+    roots = _exact(program.eqns, program.invars, observable)
+    again = {v for v, of in roots.items() if v not in of and _fits(of, v)}
+    return frozenset(observable - again.difference(program.invars))
 
 
-def _exact(eqns: Sequence[Eqn], known: Iterable[Var]) -> set[Var]:
-    """Find the variables whose rematerialization gives the same bits.
+def _exact(
+    eqns: Sequence[Eqn], known: Iterable[Var], saved: Set[Var]
+) -> dict[Var, frozenset[Var]]:
+    """Find the variables whose rematerialization gives the same bits, with their roots.
 
-    They are `known` ones, and those that equations without rounding compute from them
-    and from what the server sends to the groups.
+    They are what equations without rounding compute from `known` variables, from what
+    the server sends to the groups, and from `saved` variables that others compute: the
+    roots.
     """
-    exact = set(known)
+    roots: dict[Any, frozenset[Any]] = dict.fromkeys(known, frozenset())
     for eqn in eqns:
+        operands = variables(eqn.invars)
         sent = eqn.primitive in (primitives.broadcast_p, primitives.scatter_p)
-        if sent or exact.issuperset(variables(eqn.invars)) and _rounds_nothing(eqn):
-            exact.update(eqn.outvars)
-    return exact
+        if sent:
+            roots.update(dict.fromkeys(eqn.outvars, frozenset()))
+        elif all(v in roots for v in operands) and _rounds_nothing(eqn):
+            of_operands = frozenset().union(*(roots[v] for v in operands))
+            roots.update(dict.fromkeys(eqn.outvars, of_operands))
+        else:
+            roots.update({v: frozenset({v}) for v in eqn.outvars if v in saved})
+    return roots
+
+
+def _fits(roots: Iterable[Var], var: Var) -> bool:
+    """Whether variables need no more memory than another one, but for scalars."""
+    nbytes = lambda v: v.aval.size * v.aval.dtype.itemsize
+    sizes = sum(nbytes(v) for v in roots if v.aval.ndim > 1), nbytes(var)
+    # Symbolic sizes have no order.
+    return all(isinstance(x, int) for x in sizes) and sizes[0] <= sizes[1]
 
 
 def _rounds_nothing(eqn: Eqn) -> bool:
@@ -129,9 +149,9 @@ def _rounds_nothing(eqn: Eqn) -> bool:
         return _is_plain(source) and _is_plain(result) and np.can_cast(source, result)
     if name in CALLS or eqn.primitive is primitives.map_fn_p:
         raw = _compat.open_jaxpr(eqn.params[CALLS.get(name, "jaxpr")])
-        results = variables(raw.outvars)
+        results = {*variables(raw.outvars)}
         inputs = (*raw.invars, *raw.constvars)
-        return not eqn.effects and _exact(raw.eqns, inputs).issuperset(results)
+        return not eqn.effects and results <= _exact(raw.eqns, inputs, set()).keys()
     whole = all(_is_whole(v.aval.dtype) for v in (*eqn.invars, *eqn.outvars))
     return name in _EXACT or whole and name in ELEMENTWISE
 
@@ -206,6 +226,9 @@ def _moved_operands(eqn: Eqn, index: int) -> Iterator[tuple[Atom, bool]]:
     # The predicate of a select_n and the index of a cond are not among the values.
     if name == "select_n":
         yield from ((operand, True) for operand in eqn.invars[1:])
+    elif eqn.primitive in (place_in_segment_p, slice_of_segment_p):
+        # The segment, too: with other bits a group would be in another one.
+        yield from ((operand, True) for operand in eqn.invars)
     elif name in MOVED_OPERANDS:
         positions = MOVED_OPERANDS[name] or range(len(eqn.invars))
         yield from ((eqn.invars[i], False) for i in positions)

@@ -166,6 +166,8 @@ class Names:
         if eqn.primitive.name in _SAME_VALUE:
             operand = eqn.invars[i]
         elif eqn.primitive is primitives.map_fn_p and eqn.params["name"] in _CHOOSING:
+            if not eqn.invars:  # a constant, as a segment that all groups share
+                return None
             operand = eqn.invars[-1]
         else:
             return None

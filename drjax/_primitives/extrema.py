@@ -18,7 +18,7 @@ of. An optimization barrier prevents that the compiler rematerializes x in betwe
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -71,8 +71,8 @@ def _executor(local: _Local, largest: bool) -> Callable:
         layout = make_layout(partition, mesh)
 
         def body(*xs: DeviceArray) -> list[Array]:
-            *own, indices = xs if layout.uneven else (*xs, None)
-            x = own[0] if num is None else InSegments(own[0], own[1], num)
+            x = xs[0] if num is None else InSegments(xs[0], xs[1], num)
+            indices = xs[-1] if layout.uneven else None
             y = local(layout, x, indices)
             return [across_devices(y, layout.axes, largest) if layout.axes else y]
 
@@ -83,10 +83,11 @@ def _executor(local: _Local, largest: bool) -> Callable:
     return execute
 
 
+_UFUNCS = {jnp.max: np.maximum, jnp.min: np.minimum}
+
+
 def _local_extremum(
-    ufunc: np.ufunc,
-    reduce: Callable[..., Array],
-    identity: Callable[[DTypeLike], Any],
+    reduce: Callable[..., Array], identity: Callable[[DTypeLike], Any]
 ) -> _Local:
     """Make the reduction of a device's slices, which leaves out padding.
 
@@ -101,7 +102,7 @@ def _local_extremum(
         fill = identity(x.dtype)
         if isinstance(x, InSegments):
             own = x.without_padding(layout, indices)
-            return reduce_segments(ufunc, own, fill, x.dtype)
+            return reduce_segments(_UFUNCS[reduce], own, fill, x.dtype)
         return reduce(layout.mask_padding(x, indices, fill), axis=0)
 
     return local
@@ -216,7 +217,8 @@ def _lowering_rule(
     ) -> Sequence[MlirValue]:
         a_map, index = map_of(ctx, x, params)
         placed = None if a_map is None else a_map.placed.get(index)
-        neutral = identity(cast(Aval, ctx.avals_in[0]).dtype)
+        aval: Aval = ctx.avals_in[0]
+        neutral = identity(aval.dtype)
         if placed is not None and is_neutral(ufunc, placed.fill, neutral):
             operands = [placed.segments, placed.slices]
             params = {**params, "num": placed.num}
@@ -233,11 +235,11 @@ def _abstract_eval(x: Aval, *, partition: Partition, mesh: Mesh | None) -> Aval:
     return global_aval(x, make_layout(partition, mesh)).update(weak_type=False)
 
 
-for _primitive, _ufunc, _reduce, _identity, _largest in (
-    (reduce_max_p, np.maximum, jnp.max, lowest, True),
-    (reduce_min_p, np.minimum, jnp.min, highest, False),
+for _primitive, _reduce, _identity, _largest in (
+    (reduce_max_p, jnp.max, lowest, True),
+    (reduce_min_p, jnp.min, highest, False),
 ):
-    _local = _local_extremum(_ufunc, _reduce, _identity)
+    _ufunc, _local = _UFUNCS[_reduce], _local_extremum(_reduce, _identity)
     _execute = _executor(_local, _largest)
     registration.register_execution(
         _primitive, _execute, _lowering_rule(_primitive, _ufunc, _identity, _execute)

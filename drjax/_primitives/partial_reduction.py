@@ -30,7 +30,7 @@ not results of the map themselves.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -132,8 +132,8 @@ def execute_partial_reduction(
     layout = make_layout(partition, mesh)
 
     def body(*xs: DeviceArray) -> list[Array]:
-        *own, indices = xs if layout.uneven else (*xs, None)
-        x = own[0] if num is None else InSegments(own[0], own[1], num)
+        x = xs[0] if num is None else InSegments(xs[0], xs[1], num)
+        indices = xs[-1] if layout.uneven else None
         y = _REDUCTIONS[reduction].local(layout, x, indices)
         return [vary(y, layout.axes)[None]]
 
@@ -172,11 +172,11 @@ def _partial_reduction_rule(
         sums = a_map.sums(ctx)
         if index in sums:
             return [sums[index][0]]
-    params, operands = {**placement, "reduction": reduction}, [(x, ctx.avals_in[0])]
+    aval: Aval = ctx.avals_in[0]
+    params, operands = {**placement, "reduction": reduction}, [(x, aval)]
     placed = None if a_map is None else a_map.placed.get(index)
-    if placed is not None and _REDUCTIONS[reduction].is_neutral(
-        placed.fill, cast(Aval, ctx.avals_in[0]).dtype
-    ):
+    merging = _REDUCTIONS[reduction]
+    if placed is not None and merging.is_neutral(placed.fill, aval.dtype):
         operands = [placed.segments, placed.slices]
         params["num"] = placed.num
     return _compat.lower_function(

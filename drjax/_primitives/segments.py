@@ -170,7 +170,7 @@ def _batch_slice(
 
 def _place_jvp(
     primals: tuple[Array, Array],
-    tangents: tuple[Any, Tangent],
+    tangents: tuple[Any, Any],
     *,
     num: int,
     fill: ArrayLike,
@@ -178,32 +178,32 @@ def _place_jvp(
     segment, _ = primals
     placed = place_in_segment(*primals, num, fill)
     t = tangents[1]
-    if isinstance(t, _compat.Zero):
+    if type(t) is _compat.Zero:
         return placed, _compat.Zero(_compat.typeof(placed).to_tangent_aval())
     return placed, place_in_segment(segment, t, num, 0)
 
 
 def _slice_jvp(
-    primals: tuple[Array, Array], tangents: tuple[Any, Tangent]
+    primals: tuple[Array, Array], tangents: tuple[Any, Any]
 ) -> tuple[Array, Tangent]:
     segment, _ = primals
     own, t = slice_of_segment(*primals), tangents[1]
-    if isinstance(t, _compat.Zero):
+    if type(t) is _compat.Zero:
         return own, _compat.Zero(_compat.typeof(own).to_tangent_aval())
     return own, slice_of_segment(segment, t)
 
 
 # <place(g, x), y> = <x, y[g]>: with zeros around x, each is the other's transpose.
 def _place_transpose(
-    ct: Tangent, segment: Array, slice_: Any, *, num: int, fill: ArrayLike
-) -> list[Tangent | None]:
-    if isinstance(ct, _compat.Zero):
+    ct: Any, segment: Array, slice_: Any, *, num: int, fill: ArrayLike
+) -> list[Any]:
+    if type(ct) is _compat.Zero:
         return [None, _compat.Zero(slice_.aval)]
     return [None, slice_of_segment(segment, ct)]
 
 
-def _slice_transpose(ct: Tangent, segment: Array, table: Any) -> list[Tangent | None]:
-    if isinstance(ct, _compat.Zero):
+def _slice_transpose(ct: Any, segment: Array, table: Any) -> list[Any]:
+    if type(ct) is _compat.Zero:
         return [None, _compat.Zero(table.aval)]
     return [None, place_in_segment(segment, ct, table.aval.shape[0], 0)]
 
@@ -250,15 +250,14 @@ def placements(jaxpr: ClosedJaxpr) -> dict[int, Placement]:
     """
     raw = _compat.open_jaxpr(jaxpr)
     defined = walk.definitions(raw.eqns)
-    found = {}
+    placed = {}
     for i, result in enumerate(raw.outvars):
         eqn = None if isinstance(result, Literal) else defined.get(result)
         while eqn is not None and eqn.primitive is lax.optimization_barrier_p:
-            alone = len(eqn.invars) == 1
-            eqn = defined.get(eqn.invars[0]) if alone else None
+            eqn = defined.get(eqn.invars[0]) if len(eqn.invars) == 1 else None
         if eqn is not None and eqn.primitive is place_in_segment_p:
-            found[i] = Placement(*eqn.invars, **eqn.params)
-    return found
+            placed[i] = Placement(*eqn.invars, **eqn.params)
+    return placed
 
 
 @_compat.weakref_lru_cache
@@ -313,12 +312,12 @@ class InSegments:
 
 
 # The method of `jnp.ndarray.at` that combines by a ufunc.
-_AT: dict[np.ufunc, str] = {np.add: "add", np.maximum: "max", np.minimum: "min"}
+_METHODS: dict[np.ufunc, str] = {np.add: "add", np.maximum: "max", np.minimum: "min"}
 
 
 def is_neutral(ufunc: np.ufunc, fill: ArrayLike, identity: ArrayLike) -> bool:
     """Whether what is around a slice has no effect in a reduction by a ufunc."""
-    return ufunc in _AT and bool(fill == identity)
+    return ufunc in _METHODS and bool(fill == identity)
 
 
 def reduce_segments(
@@ -340,6 +339,6 @@ def combine_segments(ufunc: np.ufunc, total: Array, x: InSegments) -> Array:
     wide = total.dtype
     if wide == jnp.bool_ or wide.itemsize == 1:
         wide = jnp.float32 if jnp.issubdtype(wide, jnp.floating) else jnp.int32
-    rows = total.astype(wide).at[x.segments]
-    new = getattr(rows, _AT[ufunc])(x.slices.astype(wide), mode="drop")
+    of_segments = total.astype(wide).at[x.segments]
+    new = getattr(of_segments, _METHODS[ufunc])(x.slices.astype(wide), mode="drop")
     return new.astype(total.dtype)

@@ -7,7 +7,6 @@ Covers: drjax._planner.bitwise_observable, drjax._planner.rematerialize_loops.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +99,16 @@ def ranks(w, x):
     return drjax.map_fn(rank, (slices, drjax.broadcast(drjax.gather(slices))))
 
 
+@program
+def of_least_losses_by_segment(w, x):
+    """The derivative of a minimum by segment compares the losses with it."""
+    by = jnp.arange(N) % 3
+    least = lambda w: drjax.reduce_min(losses(w, x), by=by, num=3)
+    return jax.grad(lambda w: jnp.sum(least(w) * jnp.arange(1.0, 4.0)))(w)
+
+
 PROGRAMS = [
+    of_least_losses_by_segment,
     of_least_loss,
     of_least_loss_with_gradient,
     of_least_loss_that_may,
@@ -235,8 +243,7 @@ def test_what_is_moved_from_arguments_is_no_copy(name):
     run = drjax.jit(fn, groups_per_step=1).lower(x).compile()
     np.testing.assert_array_equal(run(x), jax.jit(fn)(x))
     gathered = 2 * 64 * (name == "gathered")
-    memory: Any = run.memory_analysis()
-    slices = memory.temp_size_in_bytes / x[0].nbytes
+    slices = run.memory_analysis().temp_size_in_bytes / x[0].nbytes
     assert slices <= 8 + gathered
     assert not saved(drjax.make_plan(fn)(x))
 

@@ -13,7 +13,7 @@ one that was planned in this process is batched by `jax.vmap` here.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jax.typing import DTypeLike
 
 from drjax import _compat
-from drjax._compat.types import Array, Aval, DeviceArray, GlobalArray, PyTree
+from drjax._compat.types import Array, DeviceArray, GlobalArray, PyTree
 from drjax._jaxprs.eval_jaxpr import as_arrays
 from drjax._jaxprs.prng_keys import from_raw
 from drjax._plan_file.batches import combines_itself, over_groups, run_batch
@@ -120,8 +120,8 @@ class ChunkedStage:
             return {}
         first = len(self._jaxpr.out_avals)
         self._jaxpr = with_segments(self._jaxpr)
-        avals = self._jaxpr.out_avals[first:]
-        self._dtypes += [cast(Aval, aval).dtype for aval in avals]
+        avals: list[Any] = self._jaxpr.out_avals[first:]
+        self._dtypes += [aval.dtype for aval in avals]
         return {i: (first + 2 * j, x) for j, (i, x) in enumerate(placed.items())}
 
     def run(
