@@ -2,13 +2,15 @@
 
     python -m benchmarks.combinations          # n = 32 groups of 20 000 numbers
     python -m benchmarks.combinations --quick  # small groups
+    python -m benchmarks.combinations --tpu v5e:2x4  # what the TPU compiler says
 
 Each task is written with drjax (run by `jax.jit` and by `drjax.jit`), hand-written in a
 `jax.shard_map`, and in plain `jax.numpy`, of which the compiler makes the collectives
 (GSPMD). On 8 devices of the CPU: bytes that one device sends in collectives, and
 temporary memory, both of which do not depend on the machine; and run time as a ratio to
 the hand-written code, in interleaved rounds. With `--out` the table goes to
-`combinations-jax-VERSION.md`.
+`combinations-jax-VERSION.md`. With `--tpu` (which needs libtpu, and no TPU) the counts
+are the TPU compiler's, and nothing runs: `combinations-tpu-jax-VERSION.md`.
 """
 
 import argparse
@@ -23,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
@@ -135,6 +138,10 @@ def _segments(x):
     return lax.psum(jax.ops.segment_sum(x, ids, 3), _AXIS)
 
 
+def _many_segments(x):
+    return lax.psum(jax.ops.segment_sum(x, _own(_by_many()), _MANY), _AXIS)
+
+
 def _optimizer_step(x):
     return jnp.tanh(x) * 0.1
 
@@ -177,6 +184,8 @@ def _constrained(x, spec: P):
 _median = functools.partial(jnp.median, axis=0)
 _gram = lambda x: x @ x.T
 _by_three = lambda: jnp.arange(N) % 3
+_MANY = 100
+_by_many = lambda: jnp.arange(N) * 7 % _MANY
 
 # For each task: the program, the function of one device's groups with the layout of its
 # result, and plain jax.numpy.
@@ -249,6 +258,20 @@ TASKS: dict[str, tuple[Callable, Callable, Callable]] = {
         lambda x: drjax.reduce_sum(x, by=_by_three(), num=3),
         _sharded(_segments, P()),
         lambda x: jax.ops.segment_sum(x, _by_three(), 3),
+    ),
+    "sum of 100 segments": (
+        lambda x: drjax.reduce_sum(x, by=_by_many(), num=_MANY),
+        _sharded(_many_segments, P()),
+        lambda x: jax.ops.segment_sum(x, _by_many(), _MANY),
+    ),
+    "gradient of 100 segments": (
+        jax.grad(
+            _program(
+                lambda x: jnp.sum(drjax.reduce_sum(x, by=_by_many(), num=_MANY) ** 2)
+            )
+        ),
+        jax.grad(lambda x: jnp.sum(_sharded(_many_segments, P())(x) ** 2)),
+        jax.grad(lambda x: jnp.sum(jax.ops.segment_sum(x, _by_many(), _MANY) ** 2)),
     ),
     "sharded server, broadcast": (
         lambda x: drjax.map_fn(
@@ -375,14 +398,7 @@ def _measure_task(
     task: str, versions: tuple, decorate: Callable, x, rounds: int
 ) -> list[dict]:
     """The measurements of one task; see `measure`."""
-    ours, baseline, plain = versions
-    program = ours if "gradient" in task else decorate(ours)
-    functions = {
-        OURS: jax.jit(program),
-        PLANNED: drjax.jit(program),
-        BASELINE: jax.jit(baseline),
-        PLAIN: jax.jit(plain),
-    }
+    functions = _functions(task, versions, decorate)
     compiled: dict[str, Any] = {
         k: jax.jit(f).lower(x).compile() for k, f in functions.items()
     }
@@ -406,7 +422,7 @@ def _measure_task(
         {
             "task": task,
             "implementation": name,
-            "bytes": {kind: x.bytes for kind, x in sorted(sent[name].by_kind.items())},
+            "bytes": _bytes(sent[name]),
             "temp": sent[name].temp_bytes,
             "time": ratio(name),
         }
@@ -414,24 +430,88 @@ def _measure_task(
     ]
 
 
+def _functions(task: str, versions: tuple, decorate: Callable) -> dict[str, Callable]:
+    """The implementations of a task, by name."""
+    ours, baseline, plain = versions
+    program = ours if "gradient" in task else decorate(ours)
+    return {
+        OURS: jax.jit(program),
+        PLANNED: drjax.jit(program),
+        BASELINE: jax.jit(baseline),
+        PLAIN: jax.jit(plain),
+    }
+
+
+def count_on_tpu(topology: str, numbers: int) -> list[dict]:
+    """Count what the TPU compiler makes of the tasks: bytes and operations.
+
+    Args:
+      topology: `DEVICES` chips, such as "v5e:2x4"; they need not be there.
+      numbers: As for `measure`.
+
+    Returns:
+      A dict for each task and implementation, as `measure` does: without `time`, with
+      `flops`.
+    """
+    chips = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    devices = np.array(chips.devices).reshape(DEVICES)
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.sharding.Mesh(devices, (_AXIS,), axis_types=auto)
+    sharding = NamedSharding(mesh, P(_AXIS))
+    x = jax.ShapeDtypeStruct((N, numbers), np.float32, sharding=sharding)
+    rows = []
+    with jax.set_mesh(mesh):
+        for task, versions in tqdm(TASKS.items()):
+            for name, fn in _functions(task, versions, _program).items():
+                compiled: Any = jax.jit(fn).lower(x).compile()
+                report = Report.of(compiled)
+                rows.append(
+                    {
+                        "task": task,
+                        "implementation": name,
+                        "bytes": _bytes(report),
+                        "temp": report.temp_bytes,
+                        "flops": compiled.cost_analysis().get("flops", 0),
+                    }
+                )
+    return rows
+
+
+def _bytes(report: Report) -> dict[str, int]:
+    """The bytes that one device sends, by kind of collective."""
+    return {kind: x.bytes for kind, x in sorted(report.by_kind.items())}
+
+
 def markdown(rows: list[dict], numbers: int) -> str:
     """The table of `measure`, with what it was measured on."""
     show = lambda sizes: (
         ", ".join(f"{kind} {size:,}" for kind, size in sizes.items()) or "none"
     )
+    timed = "time" in rows[0]
+    what = (
+        f"{DEVICES} devices of the CPU"
+        if timed
+        else f"compiled for {DEVICES} TPU chips"
+    )
+    last = (
+        "time is relative to the hand-written `shard_map`."
+        if timed
+        else "nothing was run."
+    )
     lines = [
-        f"JAX {jax.__version__}, {DEVICES} devices of the CPU, n = {N} groups of "
-        f"{numbers:,} float32 numbers. Bytes are those that one device sends; "
-        "time is relative to the hand-written `shard_map`.",
+        f"JAX {jax.__version__}, {what}, n = {N} groups of {numbers:,} float32 "
+        f"numbers. Bytes are those that one device sends; {last}",
         "",
-        "| task | written with | bytes sent | temporary bytes | time |",
+        "| task | written with | bytes sent | temporary bytes | "
+        f"{'time' if timed else 'operations'} |",
         "|---|---|---|---:|---:|",
     ]
     for row in rows:
         task = row["task"] if row["implementation"] == OURS else ""
+        cost = f"{row['time']:.2f}" if timed else f"{row['flops']:,.0f}"
         lines.append(
             f"| {task} | {row['implementation']} | {show(row['bytes'])} | "
-            f"{row['temp']:,} | {row['time']:.2f} |"
+            f"{row['temp']:,} | {cost} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -442,14 +522,21 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="small groups")
     parser.add_argument("--out", type=Path, help="the folder for the table")
+    parser.add_argument(
+        "--tpu", metavar="TOPOLOGY", help="compile for these chips only, as v5e:2x4"
+    )
     options: Any = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", DEVICES)
     numbers, rounds = (512, 3) if options.quick else (20_000, 30)
-    table = markdown(measure(numbers, rounds), numbers)
+    if options.tpu:
+        rows, kind = count_on_tpu(options.tpu, numbers), "combinations-tpu"
+    else:
+        rows, kind = measure(numbers, rounds), "combinations"
+    table = markdown(rows, numbers)
     print(table)
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / f"combinations-jax-{jax.__version__}.md").write_text(table)
+        (options.out / f"{kind}-jax-{jax.__version__}.md").write_text(table)
 
 
 if __name__ == "__main__":

@@ -176,7 +176,8 @@ def reduce_sum(
       where: Optional bool `[n]`: the groups to sum. If no group takes part: 0.
       by: Optional integers `[n]`: the segment of each group, as for
         `jax.ops.segment_sum`. Groups whose segment is not in 0 to num - 1 do not take
-        part. Each group reduces `num` slices, so `num` should be small.
+        part. The work on a device is that of its groups' slices, for any `num`; the
+        workers of engines reduce `num` slices of each group.
       num: The number of segments, a positive Python integer; given if `by` is.
       wire: How the devices encode floats that they exchange: "bfloat16", "int8",
         "float8_e4m3fn" or "float4_e2m1fn", or a pair of it and a block size, as

@@ -12,7 +12,8 @@ and of the selection of one group are computed once and saved, and so is each va
 whose values they are, through equations that only move, select or negate values.
 
 What such equations alone compute from arguments, or from what is saved, has the same
-bits in each stage: it is rematerialized, so that an argument that is compared with its own maximum needs no copy.
+bits in each stage: it is rematerialized, so that an argument that is compared with its
+own maximum needs no copy.
 
 Invariants: the set is closed backward over such equations. Sharp edges: a sum or a mean
 rounds and is not observable bit by bit, unless its operand selects values (`select_n`):

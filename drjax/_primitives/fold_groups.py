@@ -76,6 +76,7 @@ from drjax._primitives.collectives import (
     scatter_p,
 )
 from drjax._primitives.device_sums import psum
+from drjax._primitives.fold_devices import fold_devices
 from drjax._primitives.map_columns import (
     GROUPS,
     WHOLE,
@@ -857,6 +858,15 @@ def _run_device(
     # Without VMA, as the states vary over the devices.
     with _compat.without_vma():
         levels = tree.levels(tree.x, real)
+    if mode.what == "value" and not mode.saved:
+        with _compat.without_vma():
+            total = fold_devices(
+                layout, jaxprs[0], tree.consts[mode.closed :], tree.combine,
+                levels[-1], used, fold_by_tree,
+            )  # fmt: skip
+            if total is not None:
+                total = tree.combine([y[None] for y in tree.init], total)
+                return [vary(y, others) for y in _first(total)]
     tops = tree.tops or states_of_devices(layout, levels[-1], varying, used)
     if mode.what == "value":
         with _compat.without_vma():

@@ -5,7 +5,7 @@ the fold of the device's groups, and from those of all devices the folds of all 
 
     a chunk          balanced tree over its groups
     a device         its chunks one after another, in their order
-    all devices      one all-gather of m states, and a tree over these
+    all devices      a tree over these, exchanged as the function allows
 
 Invariants: states are combined in the order of the groups; one of a padded slot never
 is, and the last devices, which have no group, are left out. The neutral state stands
@@ -26,6 +26,7 @@ from jax import lax
 from drjax._compat.types import Array, GlobalArray
 from drjax._jaxprs.eval_jaxpr import as_arrays
 from drjax._plan_file.batches import over_groups
+from drjax._primitives.fold_devices import fold_devices
 from drjax._primitives.fold_groups import fold_by_tree, states_of_devices
 from drjax._sharding.eval_on_mesh import evaluate_on_mesh
 from drjax._sharding.execute import with_shardings_of
@@ -146,14 +147,26 @@ class RunningFold:
 def finish_folds(layout: Layout, works: list[FoldWork], states: States) -> States:
     """Fold the devices' states; called for one device, inside the `shard_map`.
 
-    The states of all devices are all-gathered, and each device folds them, in the order
-    of the devices, after the neutral state. Devices without groups are left out.
+    They are folded in the order of the devices, after the neutral state, as
+    `fold_devices.py` says. Devices without groups are left out.
     `states` and the result, which is the same on all devices, have for each fold, in
     order, the leaves `[*s]` of its state, in one flat list.
     """
-    own = [x[None] for x in states]
     used = -(-layout.partition.size // layout.per_device)
-    return _fold_devices(works, states_of_devices(layout, own, frozenset(), used))
+    outs: States = []
+    for work, state in zip(works, split_states(works, states), strict=True):
+        own = [x[None] for x in state]
+        stage = work.fold.combine
+        jaxpr = stage.jaxpr if stage.exported is None else None
+        total = fold_devices(
+            layout, jaxpr, work.consts, work.combine_pairs, own, used, fold_by_tree
+        )
+        if total is None:
+            gathered = states_of_devices(layout, own, frozenset(), used)
+            outs += _fold_devices([work], gathered)
+        else:
+            outs += work.combine(list(work.init), [x[0] for x in total])
+    return outs
 
 
 def finish_stacked_folds(
