@@ -93,7 +93,7 @@ def test_text_and_ledger():
 
 
 def test_memory_is_that_of_one_step():
-    """Temporary memory does not grow with n, nor bytes: m states in one all-gather."""
+    """Temporary memory does not grow with n, nor bytes: two states, by columns."""
     d, m, used = 1000, 4, []
 
     def f(x):
@@ -107,7 +107,7 @@ def test_memory_is_that_of_one_step():
             used.append(temp_bytes(run, x))
             report = drjax.collectives(run)(x)
             sent = [(c.kind, c.result_bytes) for c in report.collectives]
-            assert sent == [("all-gather", m * d * 4)]
+            assert sorted(sent) == [("all-gather", d * 4), ("all-to-all", d * 4)]
     assert used[0] == used[1] < 16 * d * 4
 
 
