@@ -88,6 +88,17 @@ def what_is_kept():
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def programs_of_a_file():
+    """The programs of other files slow down what is compiled after them.
+
+    With leak checks JAX does not keep them.
+    """
+    yield
+    if not jax.config.jax_check_tracer_leaks:
+        jax.clear_caches()
+
+
 @pytest.fixture
 def leaks_unchecked():
     """For tests that trace thousands of equations, whose every tracer would be sought.
