@@ -83,9 +83,8 @@ def _paint_arrow(axes: Any, arrow: Arrow) -> None:
 
     Its kind determines its color, and whether it has a head.
     """
-    color = {"down": _DOWN, "up": _UP}.get(arrow.kind.split()[-1], "#B8BDC6")
-    if "bar" in arrow.kind:
-        color = _DOWN if "down" in arrow.kind else _UP
+    words = arrow.kind.split()
+    color = _DOWN if "down" in words else _UP if "up" in words else "#B8BDC6"
     x, y = zip(*arrow.points, strict=True)
     order = 1.5 if arrow.kind == "time" else 2
     axes.plot(x, y, color=color, lw=1.1, zorder=order, solid_joinstyle="round")

@@ -263,6 +263,17 @@ def test_files_are_written(plan, tmp_path):
     assert (tmp_path / "plan.PNG").read_bytes().startswith(b"\x89PNG")
 
 
+def test_messages_have_the_color_of_their_direction():
+    picture = layout(PLANS["loops in levels"])
+    (axes,) = draw.figure_of(picture).axes
+    colors = {}
+    for arrow, line in zip(picture.arrows, axes.lines, strict=True):
+        (way,) = {"down", "up", "time"} & {*arrow.kind.split()}
+        colors.setdefault(way, set()).add(line.get_color())
+    blue, orange, grey = "#0072B2", "#D55E00", "#B8BDC6"
+    assert colors == {"down": {blue}, "up": {orange}, "time": {grey}}
+
+
 def test_the_same_plan_gives_the_same_file(tmp_path):
     for name in ("one.svg", "two.svg"):
         PLANS["step"].draw(tmp_path / name)
