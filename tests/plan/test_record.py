@@ -22,6 +22,10 @@ from tests.helpers.raising import raises
 X = Value("x", (2, 3), np.dtype("float32"), (Partition("clients", 2),), 24)
 
 
+def test_a_value_has_its_groups_first_unless_it_says_where():
+    assert X.axis == 0 and X.whole_shape(4) == (4, 2, 3)
+
+
 def test_integers_are_those_of_python():
     value = replace(X, axis=np.int64(1), shape=(np.int32(2), 3), nbytes=np.uint8(24))
     assert value == replace(X, axis=1)
