@@ -12,8 +12,10 @@ order, it is a sample, too.
 
 A mutation meets the default tests that execute its statement, nearest and cheapest
 first; then those of its module's test files that execute the module: a cache may have
-spared them the statement. One of a statement that runs on import only meets all that
-execute the module. Each survivor is a missing test, code that can go, or equivalent.
+spared them the statement. One of a statement that runs on import only, as a decorator,
+meets all that execute the module, and those of its folder. Tests of more than
+`--seconds` are left out. Each survivor is a missing test, code that can go, or
+equivalent.
 """
 
 # pyright: reportMissingImports=false
@@ -28,7 +30,6 @@ import random
 import re
 import subprocess
 import sys
-import time
 import xml.etree.ElementTree
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -41,7 +42,6 @@ from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import (
     MutationSpec,
     TestOutcome,
-    WorkerOutcome,
     WorkItem,
     WorkResult,
 )
@@ -49,7 +49,7 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).parents[2]
 FIRST = 40  # tests of the first run: most mutations are killed by one of them
-SECONDS = 600.0  # of tests, by their times in the run with coverage, for one mutation
+NO_TEST = "no test executes it"
 SLACK, FACTOR = 90.0, 3.0  # the time limit is SLACK + FACTOR * their times
 
 COVERAGE = """
@@ -111,6 +111,8 @@ def mutations_by_line(module: Path) -> dict[int, list[MutationSpec]]:
         left_out += [getattr(node, "annotation", None), getattr(node, "returns", None)]
         if isinstance(node, ast.keyword) and node.arg in ("strict", "frozen"):
             left_out.append(node.value)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            left_out += node.body
     spans = [
         ((x.lineno, x.col_offset), (x.end_lineno, x.end_col_offset))
         for x in left_out
@@ -178,6 +180,15 @@ def statement_lines(module: Path, line: int) -> range:
     return lines
 
 
+def runs_on_import(spec: MutationSpec) -> bool:
+    """Whether a mutation stands in no body of a function."""
+    return not any(
+        node.body[0].lineno <= spec.start_pos[0] <= (node.end_lineno or 0)
+        for node in ast.walk(ast.parse(spec.module_path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    )
+
+
 def decorators(node: ast.AST) -> list[ast.expr]:
     return getattr(node, "decorator_list", [])
 
@@ -205,8 +216,8 @@ def in_order(tests: Iterable[str], module: str, known: Executed) -> list[str]:
     return sorted(cheap, key=keys.__getitem__)
 
 
-def tests_of(spec: MutationSpec, known: Executed) -> list[str]:
-    """The tests that a mutation meets, in order, up to the time for one mutation."""
+def tests_of(spec: MutationSpec, known: Executed, seconds: float) -> list[str]:
+    """The tests that a mutation meets, in order, up to a number of seconds."""
     module = spec.module_path.as_posix()
     lines = known.tests.get(module, {})
     statement = statement_lines(spec.module_path, spec.start_pos[0])
@@ -214,26 +225,25 @@ def tests_of(spec: MutationSpec, known: Executed) -> list[str]:
     others = set().union(*lines.values()) - direct
     of_module = others if lines else known.seconds.keys()
     near = {x for x in of_module if module in covers(x.split("::")[0])}
-    if not direct:  # it runs when the module is imported, in a subprocess, or never
-        near |= others
+    if not direct or runs_on_import(spec):
+        folder = f"tests/{spec.module_path.parts[1].lstrip('_')}/"
+        near |= others | {x for x in known.seconds if x.startswith(folder)}
+    near -= direct
     order = in_order(direct, module, known) + in_order(near, module, known)
     total, chosen = 0.0, []
     for test in order:
         total += known.seconds[test]
-        if total > SECONDS and chosen:
+        if total > seconds and chosen:
             break
         chosen.append(test)
     return chosen
 
 
-def meet(item: WorkItem, known: Executed, out: Path) -> tuple[WorkResult, str]:
-    """The result of a mutation, and how many tests it meets at most."""
-    (spec,) = item.mutations
-    tests = tests_of(spec, known)
-    outcome = WorkerOutcome.NO_TEST, "no test executes it", TestOutcome.SURVIVED
-    result = WorkResult(*outcome)
+def meet(item: WorkItem, tests: list[str], known: Executed) -> WorkResult:
+    """Run tests on a mutation of this folder, up to the first that fails."""
+    result = mutate_and_test(item.mutations, f"echo {NO_TEST}", SLACK)
     for some in filter(None, (tests[:FIRST], tests[FIRST:])):
-        names = out / "tests.txt"
+        names = Path("../tests.txt").resolve()
         names.write_text("\n".join(some))
         # With pytest's cache: the copy keeps in it what XLA compiled.
         command = f"{sys.executable} -m pytest -x -q -n 0 --tb=line @{names}"
@@ -241,14 +251,14 @@ def meet(item: WorkItem, known: Executed, out: Path) -> tuple[WorkResult, str]:
         result = mutate_and_test(item.mutations, command, limit)
         if result.test_outcome != TestOutcome.SURVIVED:
             break
-    return result, f"{len(tests)} tests"
+    return result
 
 
 def killer(result: WorkResult) -> str:
     """What killed a mutation: a test, or else the end of what pytest printed."""
     text = result.output or ""
     if result.test_outcome == TestOutcome.SURVIVED:
-        return f"**survived** {text if result.diff is None else ''}".strip()
+        return f"**survived**{', ' + NO_TEST if NO_TEST in text else ''}"
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", text, re.M)
     return failed[1] if failed else text.strip().splitlines()[-1][:60] if text else "?"
 
@@ -280,6 +290,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--number", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=600, help="of one's tests")
     args = parser.parse_args()
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -287,6 +298,8 @@ def main() -> None:
         subprocess.run(["git", "clone", "-q", ROOT, out / "copy"], check=True)
     os.chdir(out / "copy")
     os.environ |= {"PYTHONPATH": str(out / "copy"), "JAX_PLATFORMS": "cpu"}
+    # A mutation of a run that was cut.
+    subprocess.run(["git", "checkout", "-q", "drjax"], check=True)
     if not (out / "times.xml").exists():
         run_with_coverage(out)
     known = executed(out)
@@ -295,15 +308,13 @@ def main() -> None:
             db.add_work_items(sample(args.seed, args.number))
         pending = sorted(db.pending_work_items, key=lambda x: x.job_id)
         for item in (bar := tqdm(pending)):
-            start = time.monotonic()
-            result, tests = meet(item, known, out)
+            (spec,) = item.mutations
+            tests = tests_of(spec, known, args.seconds)
+            result = meet(item, tests, known)
             db.set_result(item.job_id, result)
             (out / "mutations.md").write_text(table(db))
-            spec = item.mutations[0]
-            bar.write(
-                f"{item.job_id} {spec.module_path}:{spec.start_pos[0]} {tests} "
-                f"{time.monotonic() - start:.0f} s: {killer(result)}"
-            )
+            where = f"{item.job_id} {spec.module_path}:{spec.start_pos[0]}"
+            bar.write(f"{where}, {len(tests)} tests: {killer(result)}")
         print(table(db).splitlines()[0])
 
 
