@@ -1,6 +1,6 @@
 """Folds over devices: by columns, by swaps, or gathered; the same bits in each way.
 
-Covers: drjax._primitives.fold_devices.
+Covers: drjax._primitives.fold_devices, drjax._jaxprs.elementwise.
 """
 
 import functools
@@ -154,7 +154,7 @@ POINTWISE = {
     "transposed": (lambda a, b: a.reshape(3, 2).T + b, False),
     "reversed": (lambda a, b: a[::-1] + b, False),
     "summed": (lambda a, b: a + b.sum(), False),
-    "of rows": (lambda a, b: a + jnp.broadcast_to(b[:1], a.shape), False),
+    "of the first": (lambda a, b: a + jnp.broadcast_to(b[:1], a.shape), False),
     "constant": (lambda a, b: a + b * np.arange(6.0).reshape(2, 3), False),
     "cumulative": (lambda a, b: lax.cumsum(a) + b, False),
     "looped": (lambda a, b: lax.fori_loop(0, 3, lambda _, a: a + b, a), False),
