@@ -38,8 +38,8 @@ class Round(Record):
     """One round of a plan: everything between two communications.
 
     A view of the steps of a plan. They are, in this order: one stage of the server,
-    broadcasts, scatters, one stage of the groups, reductions and gathers, folds, moves
-    of slices, and loops. Stages may be empty.
+    broadcasts, scatters, one stage of the groups, reductions and gathers, moves of
+    slices, folds, and loops. Stages may be empty.
 
     Attributes:
       steps: The steps.

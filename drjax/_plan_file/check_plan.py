@@ -90,8 +90,8 @@ def _check_stage(stage: Stage, plan: Plan, a_round: Round) -> None:
     _all_partitioned(stage.outputs, "the work of a group")
     copies = {v.name for v in a_round.broadcast}
     check_defined([v.name for v in stage.inputs if not v.partitioned], copies)
-    combined = (*a_round.reduces, *a_round.folds)
-    sources = [v for step in combined for v in step.inputs if v.partitioned]
+    from_groups = [x for x in a_round.all(Exchange) if x.direction == "up"]
+    sources = [v for step in from_groups for v in step.inputs if v.partitioned]
     check_defined([v.name for v in sources], {v.name for v in stage.outputs})
     if stage.inner is not None:
         _check_inner(stage.inner, stage)
