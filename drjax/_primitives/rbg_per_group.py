@@ -118,9 +118,6 @@ def _batch(
         pairs = zip(args, slices, strict=True)
         return draw_per_key_p.bind(*(x if s is None else s for x, s in pairs), **params)
 
-    if axis_data.size == 1:  # needs no loop
-        outs = one([None if x is None else x[0] for x in batched])
-        return [y[None] for y in outs], [0] * len(outs)
     # `one` binds draw_per_key again: an outer vmap batches it by this same rule.
     outs = lax.map(one, batched)
     return outs, [0] * len(outs)
