@@ -254,8 +254,6 @@ def _plain(column: Column) -> Column:
     if not hasattr(kind, "value_field") or not hasattr(kind, "value_type"):
         return column
     values = _plain(column.values)
-    if values is column.values:
-        return column
     if hasattr(kind, "list_size"):
         values = _of_its_lists(column, values)
         return type(column).from_arrays(values, kind.list_size, **_nulls(column))
