@@ -263,6 +263,16 @@ def test_files_are_written(plan, tmp_path):
     assert (tmp_path / "plan.PNG").read_bytes().startswith(b"\x89PNG")
 
 
+@every_plan
+def test_lines_go_to_every_group(plan):
+    picture = layout(plan)
+    for way in ("down", "up"):
+        of = lambda kind: [x.points for x in picture.arrows if x.kind == kind]
+        bars = {bar[-1] for bar in of(f"fan {way} bar")}
+        ends = {fan[0] if way == "down" else fan[-1] for fan in of(f"fan {way}")}
+        assert bars == {max(e for e in ends if e[0] == x) for x, _ in ends}
+
+
 def test_messages_have_the_color_of_their_direction():
     picture = layout(PLANS["loops in levels"])
     (axes,) = draw.figure_of(picture).axes

@@ -146,6 +146,22 @@ def test_the_last_whole_step_is_used(damage, plan, folder):
     assert opened(folder).names() == []
 
 
+def test_what_a_loop_stacks_comes_back(folder):
+    @drjax.program(clients=N)
+    def train(model, data):
+        def step(model, _):
+            pair = drjax.broadcast(model), data
+            return drjax.reduce_mean(drjax.map_fn(jnp.multiply, pair)), model
+
+        return jax.lax.scan(step, model, length=STEPS)
+
+    plan = drjax.make_plan(train)(*ARGS)
+    crash(plan, folder)
+    run = run_on(InProcess(), plan, folder)
+    jax.tree.map(np.testing.assert_array_equal, run(*ARGS), result_of(plan))
+    assert stages(run) == 1 and run.report.resumed
+
+
 def test_no_step_is_whole(plan, folder):
     crash(plan, folder)
     steps = sorted(opened(folder).names())
