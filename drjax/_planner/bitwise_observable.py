@@ -83,9 +83,9 @@ def bitwise_observable(program: InlinedJaxpr) -> frozenset[Var]:
     * the variables whose values these hold, through equations that only move, select or
       negate values;
 
-    without those that such equations alone compute from arguments, or from others of no
-    more bytes (`_exact`). Those of the bodies of its loops are not among them: each
-    body is an inlined jaxpr of its own.
+    without those that such equations alone compute from arguments, or, unless they are
+    moved and so saved themselves, from others of no more bytes (`_exact`). Those of the
+    bodies of its loops are not among them: each body is an inlined jaxpr of its own.
     """
     definition = definitions(program.eqns)
     observable: set[Any] = set()
@@ -106,7 +106,12 @@ def bitwise_observable(program: InlinedJaxpr) -> frozenset[Var]:
                 aliases = _aliases(definition, operand, True)
                 observable |= {var for var, _ in aliases}
     roots = _exact(program.eqns, program.invars, observable)
-    again = {v for v, of in roots.items() if v not in of and _fits(of, v)}
+    moved = {e.invars[0] for e in program.eqns if e.primitive in _COPIES}
+    again = {
+        v
+        for v, of in roots.items()
+        if v not in of and _fits(of, v) and not (of and v in moved)
+    }
     return frozenset(observable - again.difference(program.invars))
 
 
