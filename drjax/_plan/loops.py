@@ -1,4 +1,14 @@
-"""The loops of a plan: steps that run plans of their own."""
+"""The loops of a plan: steps that run plans of their own.
+
+Input: plans, and the values that they read and give. Output: records.
+
+Another partition than the plan's own is told in two ways: by a `Program`, in a round of
+the plan, and by `Stage.inner`, in each of its groups. Both are plans, as each partition
+has rounds of its own. In one flat plan with both, a round would be one of several
+partitions, and each consumer would ask of each step whose round it is in. Sharp edges:
+inputs and outputs of a `Program` are global, so that what one partition has for another
+one passes through the server.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,22 +100,24 @@ class Cond(_Once):
 class Program(_Once):
     """A plan over another partition, whose inputs and outputs are global values here.
 
-    See `Loop`.
+    See `Loop`. It is the one step that has values over another partition inside.
     """
 
     op = "program"
 
+    @property
+    def body(self) -> "Plan":
+        """The plan over the other partition."""
+        return self.bodies[0]
+
 
 @dataclass(frozen=True)
-class Columns(_Once):
-    """Work on each coordinate of gathered slices: a plan of one round over coordinates.
+class Columns(Program):
+    """A plan over the coordinates of gathered slices, with one stage for each of them.
 
-    See `Loop`. Its inputs and outputs are global values.
+    See `Loop`. An input of its body is that of the loop in another shape, with the
+    coordinates as one axis. Its groups are no clients, but parts of the server's work:
+    backends run it for all of them at once, and no ledger has what they communicate.
     """
 
     op = "columns"
-
-    @property
-    def body(self) -> "Plan":
-        """The plan over the coordinates."""
-        return self.bodies[0]

@@ -7,6 +7,12 @@ The stage of a group is a program over the inner level, so that the planner is a
 to its jaxpr: its rounds are those of the inner level, inside the round of the outer
 one. A program with three levels has plans at three depths.
 
+Levels are nested plans, and not steps over `(outer, inner)` of one flat plan, as an
+outer group is the server of its inner ones: it has its own stages, loops with a number
+of steps of its own, and values between its rounds. Backends stream outer groups, a few
+at a time, through all inner rounds. A flat plan would run each inner round for all
+outer groups, and hold what these compute between two of them.
+
 Invariants: the plan inside computes the outputs of the stage from its arguments. Sharp
 edges: a stage without such a plan (two inner programs side by side) stays as it is, and
 so does one with blocks over mesh axes that are Manual around the whole program.
@@ -58,7 +64,7 @@ def _with_inner(stage: Stage, make: Callable[..., Plan]) -> Stage:
         inner = make(stage.jaxpr, stage.name, names, undeclared, results=results)
     except PlanError:
         return stage
-    side_by_side = any(isinstance(loop, Program) for loop in inner.loops())
+    side_by_side = any(type(loop) is Program for loop in inner.loops())
     # Without a partition, the blocks had no use.
     if inner.partition is None or side_by_side:
         return stage

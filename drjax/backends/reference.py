@@ -219,11 +219,6 @@ class _GroupByGroup(PlanInterpreter):
         return outs
 
     def run_loop(self, index: int, loop: Loop, inputs: list[Array]) -> list[Array]:
-        if isinstance(loop, Columns):
-            evaluate = lambda jaxpr, args: _compat.jaxpr_as_fun(jaxpr)(*args)
-            return run_columns(loop, inputs, evaluate)
-        if isinstance(loop, Program):
-            return _run(loop.bodies[0], inputs, self.check_nans)
         bodies = [_GroupByGroup(body, self.check_nans) for body in loop.bodies]
         return _python_loops.run(loop, bodies, inputs, self.plan.size, jnp)
 
@@ -261,6 +256,17 @@ def _fold(fold: Fold, run: _GroupByGroup, index: int, env: Environment) -> None:
         one = [x[group] for x in states]
         state = _call(fold.combine, [*consts, *state, *one])
     env.write(fold.results, state)
+
+
+@_GroupByGroup.rules.rule(Program)
+def _program(loop: Program, run: _GroupByGroup, index: int, env: Environment) -> None:
+    env.write(loop.outputs, _run(loop.body, env.read(loop.inputs), run.check_nans))
+
+
+@_GroupByGroup.rules.rule(Columns)
+def _columns(loop: Columns, run: _GroupByGroup, index: int, env: Environment) -> None:
+    evaluate = lambda jaxpr, args: _compat.jaxpr_as_fun(jaxpr)(*args)
+    env.write(loop.outputs, run_columns(loop, env.read(loop.inputs), evaluate))
 
 
 def _call(stage: Stage, args: list) -> list[Array]:

@@ -214,6 +214,37 @@ class Conformance:
                     result = run(*args)
             assert_same(result, expected(case, name))
 
+    def test_a_cohort_between_rounds_of_all_clients(self):
+        """Workers run the groups of both partitions, in two rounds of a loop."""
+        n, ids = 8, np.array([5, 0, 2], np.int32)
+
+        @drjax.program(clients=3)
+        def train(model, x):
+            def step(model, _):
+                pair = drjax.broadcast(model), x
+                y = drjax.map_fn(lambda m, x: jnp.sin(m - x), pair)
+                z = drjax.map_fn(jnp.cos, drjax.shift(y, 1))
+                return model + drjax.reduce_mean(z), drjax.reduce_max(y)
+
+            return jax.lax.scan(step, model, length=2)
+
+        @drjax.program(clients=n)
+        def rounds(model, x):
+            before = drjax.map_fn(lambda m, x: m * x, (drjax.broadcast(model), x))
+            cohort = drjax.take(before, ids, partition={"clients": 3})
+            model, most = train(model, cohort)
+            after = drjax.map_fn(lambda m, y: m - y, (drjax.broadcast(model), before))
+            return drjax.reduce_mean(after), after, most
+
+        args = np.float32(2), slices_for(n)[0]
+        plan, want = drjax.make_plan(rounds)(*args), rounds(*args)
+        near = functools.partial(np.testing.assert_allclose, rtol=1e-5)
+        with self.compile(plan, workers=2, block_size=2) as run:
+            jax.tree.map(near, run(*args), want)
+            locations = [stage.round for stage in run.report.stages]
+        inside = [f"2.scan.0.1.program.0.{i}" for i in (1, 2)]
+        assert locations == ["1", *inside, *inside, "3"]
+
     def test_secure_sums_are_refused(self):
         total = drjax.program(clients=3)(lambda x: drjax.reduce_sum(x, secure=True))
         plan = drjax.make_plan(total)(np.zeros(3, np.float32))

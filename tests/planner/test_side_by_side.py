@@ -12,9 +12,10 @@ import pytest
 
 import drjax
 from drjax.backends import in_process, reference
+from drjax.engines.core import worker
 from tests.helpers.cases import checkerboard
 from tests.helpers.meshes import make_mesh
-from tests.helpers.raising import raises
+from tests.helpers.plan_files import saved
 
 near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
 N, COHORT, D = 16, 4, 3
@@ -125,6 +126,8 @@ def test_values(f, tmp_path):
     plan = drjax.make_plan(f)(*args)
     jax.tree.map(near, reference.compile(plan)(*args), want)
     jax.tree.map(near, drjax.jit(f, groups_per_step=2)(*args), want)
+    for each in (plan, saved(plan, tmp_path / "plan.drjax")):
+        jax.tree.map(near, in_process.compile(each, block_size=3)(*args), want)
 
 
 def test_plans(tmp_path):
@@ -144,8 +147,53 @@ def test_plans(tmp_path):
     loaded = drjax.load_plan(tmp_path / "plan.drjax")
     assert str(loaded) == str(plan)
     jax.tree.map(near, reference.compile(loaded)(*args), a_round(*args))
-    text = "two partitions side by side, clients:16 and clients:4"
-    raises(drjax.DrjaxValueError, text, in_process.compile, plan)
+
+
+def test_a_failure_in_the_cohort_is_an_error():
+    """Groups of the cohort are none of the plan's, which may be dropped."""
+
+    @drjax.program(clients=N)
+    def f(data, ids):
+        total = drjax.reduce_sum(drjax.map_fn(jnp.sqrt, data))
+        cohort = drjax.take(data, ids, partition=COHORT_OF)
+        logs = drjax.map_fn(lambda x: jnp.log(x - 1), cohort, partition=COHORT_OF)
+        return total, drjax.reduce_sum(logs, partition=COHORT_OF)
+
+    _, data, ids = arguments()
+    data = np.abs(data) + 2
+    plan = drjax.make_plan(f)(data, ids)
+    run = in_process.compile(plan, check_nans=True, min_groups=5)
+    jax.tree.map(near, run(data, ids), f(data, ids))
+    data[ids[2]] = 0.5  # of which the logarithm is NaN
+    with pytest.raises(drjax.EngineError, match=r"2.program.0.1.* NaN") as e:
+        run(data, ids)
+    assert e.value.group == 2 and not run.report.dropped
+    # With a dropped group, NaNs of the cohort may be its own.
+    data[ids[2]] = -1
+    run = in_process.compile(plan, on_error="drop", check_nans=True, min_groups=5)
+    total, logs = run(data, ids)
+    assert [*run.report.dropped] == [15] and np.isnan(logs).all()
+    near(total, np.sqrt(np.delete(data, 15, 0)).sum(0))
+
+
+def test_a_call_goes_on_in_the_cohort(tmp_path, monkeypatch):
+    """What was saved of the groups of one partition is not taken for the other's."""
+    args = arguments()
+    plan = drjax.make_plan(rounds)(*args)
+    run, real, left = in_process.compile(plan, checkpoint=tmp_path), worker.run, [5]
+
+    def killed(*request):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return real(*request)
+
+    with monkeypatch.context() as m:
+        m.setattr(worker, "run", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(*args)
+    jax.tree.map(near, run(*args), jax.jit(rounds)(*args))
+    assert run.report.resumed and len(run.report.stages) < 9
 
 
 def test_collectives_are_those_of_the_two_programs():

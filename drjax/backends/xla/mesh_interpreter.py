@@ -314,10 +314,9 @@ def _columns(loop: Columns, run: MeshInterpreter, inputs: list[Any]) -> list[Arr
 
 @_LOOPS.rule(Program)
 def _program(loop: Program, run: MeshInterpreter, inputs: list[Any]) -> list[Array]:
-    (body,), layout = loop.bodies, run.layout
     # Over another partition, on the same mesh.
-    layout = layout_of(body, layout and layout.mesh)
-    return MeshInterpreter(body, layout, run.step, run.mesh)(inputs)
+    layout = layout_of(loop.body, run.layout and run.layout.mesh)
+    return MeshInterpreter(loop.body, layout, run.step, run.mesh)(inputs)
 
 
 @_LOOPS.rule(Cond)

@@ -11,7 +11,8 @@ a resumption. A group that was dropped takes no part in any later stage of the c
 
 Sharp edges: the driver holds slices that a later round needs or that are returned, and,
 unless workers keep them, those that move to other groups or are read as columns. Each
-step of a loop of rounds waits for its groups.
+step of a loop of rounds waits for its groups. A failure of a group of another partition
+is an error, whatever `on_error` says.
 """
 
 import functools
@@ -36,7 +37,6 @@ from drjax.engines.core.loop_progress import CheckpointedSteps
 from drjax.engines.core.messages import (
     File,
     kept_outputs,
-    refuse_other_partitions,
     refuse_secure_sums,
 )
 from drjax.engines.core.number_of_groups import for_arguments
@@ -45,11 +45,11 @@ from drjax.engines.core.progress import Report, StageReport
 from drjax.engines.core.protocols import Engine, StageCall
 from drjax.engines.core.stage_results import StageResults, check_survivors, stage_error
 from drjax.engines.slices.coordinates import (
-    by_coordinate,
     gathers_for_columns,
     is_move_of_slices,
     read_by_workers,
-    whole_of_coordinates,
+    slices_of_whole,
+    whole_of_slices,
 )
 from drjax.engines.slices.groups import flat_slices
 from drjax.engines.slices.kept import check_plan
@@ -60,6 +60,7 @@ from drjax.plan import (
     Loop,
     Move,
     Plan,
+    Program,
     PutAdd,
     Round,
     Rules,
@@ -87,8 +88,7 @@ class Runner:
         results to arguments, as `{1: 0}`, or None. See `drjax.backends.Kept`.
 
     Raises:
-      DrjaxValueError: The plan has a secure sum, and the engine does not meet it, or a
-        program over another partition.
+      DrjaxValueError: The plan has a secure sum, and the engine does not meet it.
 
     Attributes:
       plan: The plan.
@@ -115,7 +115,6 @@ class Runner:
         # Unless an engine says so itself: it must not be forgotten for a new one.
         if not secure:
             refuse_secure_sums(plan)
-        refuse_other_partitions(plan)
         # First, as it may refuse its arguments, and exporting a plan takes long.
         self.kept = KeptResults(plan, keep, engine, options)
         self.plan, self.engine, self.options = plan, engine, options
@@ -166,6 +165,8 @@ class Runner:
         of dropped groups are NaN, or zero if they are not floats.
         """
         call = _Call(self, plan, saved, self.options)
+        # Groups that were dropped before a crash stay dropped, or totals would mix.
+        call.restore_dropped()
         run = _DriverInterpreter(call, self.executable.plan, "")
         all_outputs, outputs = run(inputs), []
         staying = self.kept.split(all_outputs, inputs, call.alive)
@@ -250,7 +251,7 @@ class _DriverInterpreter(PlanInterpreter):
         return scatter(slices, whole)
 
     def run_groups(self, index: int, env: Environment) -> None:
-        a_round, location = self.plan.rounds[index], f"{self.prefix}{index + 1}"
+        a_round, location = self.plan.rounds[index], self.location(index)
         # A round may only broadcast or gather.
         if not a_round.local.empty:
             kept = kept_outputs(self.plan, a_round)
@@ -260,6 +261,9 @@ class _DriverInterpreter(PlanInterpreter):
                 entry = self.call.run_stage(a_round, kept, env, location, self._stay)
                 self.call.checkpoint.put(key, entry)
             env.write([*a_round.combined, *kept], entry)
+
+    def location(self, index: int) -> str:
+        return f"{self.prefix}{index + 1}"
 
     def move(self, move: Move, slices: Any, index: Any = None) -> Any:
         alive = self.call.alive
@@ -281,10 +285,8 @@ class _DriverInterpreter(PlanInterpreter):
         return move_slices(move, whole, index)
 
     def run_loop(self, index: int, loop: Loop, inputs: list[Any]) -> list[Any]:
-        if isinstance(loop, Columns):
-            return self.call.run_columns(loop, inputs, f"{self.prefix}{index + 1}")
         # The index of the body follows, as in names of members of the plan file.
-        prefix = f"{self.prefix}{index + 1}.{loop.name}"
+        prefix = f"{self.location(index)}.{loop.name}"
         bodies: list[Callable[[list], list]] = [
             _DriverInterpreter(self.call, body, f"{prefix}.{i}.")
             for i, body in enumerate(loop.bodies)
@@ -309,6 +311,62 @@ def _gather(
     env[gather.result] = masked if for_columns else masked.whole()
 
 
+# -------------------------------------------------------------------------------------
+# Plans over another partition, whose groups the same workers run
+
+
+@_DriverInterpreter.rules.rule(Program)
+def _program(
+    loop: Program, run: _DriverInterpreter, index: int, env: Environment
+) -> None:
+    options = run.call.options
+    # Its groups are others: none may be dropped, as the plan's own groups would be. And
+    # a NaN of a dropped group makes NaNs.
+    check_nans = options.check_nans and options.on_error == "raise"
+    options = replace(options, on_error="raise", min_groups=1, check_nans=check_nans)
+    call = _Call(run.call.runner, loop.body, run.call.checkpoint, options)
+    prefix = f"{run.location(index)}.{loop.name}.0."
+    _run_body(loop, _DriverInterpreter(call, loop.body, prefix), env)
+
+
+@_DriverInterpreter.rules.rule(Columns)
+def _columns(
+    loop: Columns, run: _DriverInterpreter, index: int, env: Environment
+) -> None:
+    # Coordinates are no groups: no option for groups is theirs.
+    options = replace(
+        run.call.options,
+        block_size=None,
+        on_error="raise",
+        min_groups=1,
+        check_nans=False,
+        checkpoint=None,
+    )
+    call = _Call(run.call.runner, loop.body, checkpoint.Checkpoint(), options)
+    location = f"{run.location(index)}.{loop.name}"
+    _run_body(loop, _OfCoordinates(call, loop.body, location), env)
+
+
+class _OfCoordinates(_DriverInterpreter):
+    """Runs the one round of a `Columns`, which has the location of the step."""
+
+    def location(self, index: int) -> str:
+        return self.prefix
+
+
+def _run_body(loop: Program, run: _DriverInterpreter, env: Environment) -> None:
+    """Run the body of a program: its inputs and outputs are global values in `env`."""
+    size, inputs = loop.body.size, env.read(loop.inputs)
+    pairs = zip(loop.body.inputs, inputs, strict=True)
+    outs = run([slices_of_whole(v, x, size) for v, x in pairs])
+    triples = zip(loop.body.outputs, loop.outputs, outs, strict=True)
+    env.write(loop.outputs, [whole_of_slices(v, out, x) for v, out, x in triples])
+
+
+# -------------------------------------------------------------------------------------
+# Calls
+
+
 def _read_stacked(
     body: Callable[[list[Any]], list[Any]], carry: int
 ) -> Callable[[list[Any]], list[Any]]:
@@ -330,9 +388,8 @@ class _Call:
     """The state of one call of a `Runner`.
 
     The plan is for the number of groups of the call. Its stages may be others than
-    those of `runner.executable.plan`. Or it is the body of a `columns` loop, whose
-    groups are the coordinates. Groups that the open checkpoint lists as dropped are
-    dropped from the start.
+    those of `runner.executable.plan`. Or it is the body of a `Program`, whose groups
+    are others.
 
     Attributes:
       options: The options of the stages.
@@ -350,9 +407,11 @@ class _Call:
         self.runner, self.checkpoint, self.options = runner, saved, options
         self.plan = plan
         self.report = runner.report
-        # Groups that were dropped before a crash stay dropped, or totals would mix.
         self.alive = np.ones(plan.size, bool)
-        dropped = saved.get("dropped")
+
+    def restore_dropped(self) -> None:
+        """Drop the groups that the open checkpoint lists as dropped."""
+        dropped = self.checkpoint.get("dropped")
         if dropped is not None:
             for group in dropped[0]:
                 self.alive[group] = False
@@ -427,35 +486,6 @@ class _Call:
         if len(self.report.dropped) > dropped_before:
             self.checkpoint.put("dropped", [np.array(sorted(self.report.dropped))])
         return results.finish()
-
-    def run_columns(
-        self, loop: Columns, inputs: list[Any], location: str
-    ) -> list[np.ndarray]:
-        """Run the work on coordinates of gathered slices: in chunks, by the workers.
-
-        `location` is that of its round.
-        """
-        (body,) = loop.bodies
-        (a_round,) = body.rounds
-        # The groups of the body are the coordinates: an option for groups is not
-        # theirs, and a NaN of a dropped group makes NaNs.
-        options = replace(
-            self.options,
-            block_size=None,
-            on_error="raise",
-            min_groups=1,
-            check_nans=False,
-            checkpoint=None,
-        )
-        call = _Call(self.runner, body, checkpoint.Checkpoint(), options)
-        env, kept = Environment(), kept_outputs(body, a_round)
-        pairs = zip(body.inputs, inputs, strict=True)
-        arrays = [by_coordinate(v, x, body.size) for v, x in pairs]
-        env.write(body.inputs, arrays)
-        outs = call.run_stage(a_round, kept, env, f"{location}.{loop.name}")
-        env.write([*a_round.combined, *kept], outs)
-        pairs = zip(body.outputs, loop.outputs, strict=True)
-        return [whole_of_coordinates(v, result, env[v]) for v, result in pairs]
 
     def _collect(
         self,

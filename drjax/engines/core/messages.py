@@ -22,7 +22,7 @@ import numpy as np
 
 from drjax._errors import DrjaxValueError
 from drjax._plan.normal_form import rounds_of
-from drjax.plan import Plan, Program, Round, Value
+from drjax.plan import Plan, Round, Value
 
 
 @dataclass(frozen=True)
@@ -196,21 +196,6 @@ def kept_outputs(plan: Plan, a_round: Round) -> list[Value]:
     # Slices that nothing needs later stay in the worker.
     kept = plan.kept()
     return [v for v in a_round.local.outputs if v.name in kept]
-
-
-def refuse_other_partitions(plan: Plan) -> None:
-    """Raise a `DrjaxValueError` for a plan with a program over another partition.
-
-    No worker has the groups of that partition.
-    """
-    for loop in plan.loops():
-        if isinstance(loop, Program):
-            raise DrjaxValueError(
-                f"{plan.name} uses two partitions side by side, {plan.partition} and "
-                f"{loop.bodies[0].partition}. An engine's workers have the groups of "
-                "one: plan the two programs one at a time, or run the plan with "
-                "drjax.jit or on the reference backend."
-            )
 
 
 def refuse_secure_sums(plan: Plan) -> None:

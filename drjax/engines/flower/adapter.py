@@ -137,6 +137,7 @@ def compile(
     needed("flwr.app", "flower", "drjax.backends.flower")
     # A client is one group, and cannot run another's.
     checked = replace(EngineOptions.checked(**options), block_size=1)
+    client_data.refuse_other_partitions(plan)
     client_data.check_slices_stay(plan, Keep(plan, keep), checked)
     secure_sums.check_plan(plan, secure_range)
     clients = Assignment(plan.size, None if nodes is None else [*nodes])

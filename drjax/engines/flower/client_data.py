@@ -44,9 +44,24 @@ from drjax.engines.slices.worker_slices import (
     WorkerSlices,
     slices_to_read,
 )
-from drjax.plan import Exchange, Plan
+from drjax.plan import Exchange, Plan, Program
 
 Store = MutableMapping[str, Any]  # of a worker: bytes by key
+
+
+def refuse_other_partitions(plan: Plan) -> None:
+    """Raise a `DrjaxValueError` for a plan with a program over another partition.
+
+    A client is one group of the plan's own.
+    """
+    for loop in plan.loops():
+        if type(loop) is Program:
+            raise DrjaxValueError(
+                f"{plan.name} uses two partitions side by side, {plan.partition} and "
+                f"{loop.body.partition}. A client is a group of one of them: plan the "
+                "two programs one at a time, or run the plan with drjax.jit or on "
+                "another engine."
+            )
 
 
 def check_slices_stay(plan: Plan, keep: Keep, options: EngineOptions) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from drjax._plan import uses
-from drjax.engines.slices.slices import as_slices
+from drjax.engines.slices.slices import as_slices, read_if_lazy
 from drjax.plan import Columns, Gather, Move, Plan, Value
 
 
@@ -61,23 +61,24 @@ def read_by_workers(plan: Plan) -> frozenset[str]:
     )
 
 
-def by_coordinate(value: Value, x: Any, size: int) -> Any:
-    """Return an input of a `columns` loop as its body takes it, by coordinates.
+def slices_of_whole(value: Value, x: Any, size: int) -> Any:
+    """Return an input of a plan over another partition as its body takes it.
 
-    `value` is the input of the body, and `x` that of the loop: an array `[n, *s, *t]`
-    or `[*s, *t]` for `size` coordinates of the shape `s`, or the gathered `Slices`. An
-    `x` that all coordinates share is returned as it is.
+    `value` is the input of the body, and `x` that of the step, a global value: the
+    whole array of the slices of `size` groups; or, for d = `size` coordinates of the
+    shape `s`, `[n, *s, *t]` or `[*s, *t]`, or the gathered `Slices`. An `x` that all
+    groups or coordinates share is returned as it is.
     """
     return as_slices(value, x).columns(value, size) if value.partitioned else x
 
 
-def whole_of_coordinates(value: Value, result: Value, x: np.ndarray) -> np.ndarray:
-    """Return an output of the body of a `columns` loop as an output of the loop.
+def whole_of_slices(value: Value, result: Value, x: Any) -> Any:
+    """Return an output of a plan over another partition as one of the step.
 
-    `value` is the output of the body, and `x` its array, `[d, n, *t]` or `[d, *t]`: the
-    result is `[n, *s, *t]` or `[*s, *t]` for coordinates of the shape `s`. A sum over
-    the coordinates is returned as it is.
+    `value` is the output of the body, and `x` its slices, `[d, n, *t]` or `[d, *t]`:
+    the result has the shape of `result`, a global value. What is global in the body,
+    such as a sum over the coordinates, is returned as it is.
     """
     if not value.partitioned:
         return x
-    return np.reshape(np.moveaxis(x, 0, value.axis), result.shape)
+    return np.reshape(np.moveaxis(read_if_lazy(x), 0, value.axis), result.shape)

@@ -15,6 +15,17 @@ from tests.helpers.plan_files import forged_with, read_members, saved_sgd_plan
 from tests.helpers.raising import raises
 
 
+def test_clients_are_groups_of_one_partition():
+    @drjax.program(clients=4)
+    def f(x):
+        total = drjax.reduce_sum(x)
+        return total, drjax.reduce_max(total + x[:2], partition={"clients": 2})
+
+    plan = drjax.make_plan(f)(np.zeros(4, np.float32))
+    text = "two partitions side by side, clients:4 and clients:2. A client is a group"
+    raises(drjax.DrjaxValueError, text, client_data.refuse_other_partitions, plan)
+
+
 def test_clients_make_no_custom_calls(tmp_path_factory, tmp_path, monkeypatch):
     """Workers of an engine may call what the driver may, clients may not."""
     members = read_members(saved_sgd_plan(tmp_path_factory))
