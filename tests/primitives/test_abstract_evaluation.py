@@ -46,8 +46,7 @@ def lowerings():
     yield "scatter", (p.scatter_p, p.execute_scatter, None)
     for name in ("max", "min"):
         identity = extrema.lowest if name == "max" else extrema.highest
-        ufunc = np.maximum if name == "max" else np.minimum
-        local = extrema._local_extremum(ufunc, getattr(jnp, name), identity)
+        local = extrema._local_extremum(getattr(jnp, name), identity)
         execute = extrema._executor(local, name == "max")
         primitive = getattr(extrema, f"reduce_{name}_p")
         yield f"reduce_{name}", (primitive, execute, True)
