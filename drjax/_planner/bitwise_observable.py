@@ -83,8 +83,8 @@ def bitwise_observable(program: InlinedJaxpr) -> frozenset[Var]:
     * the variables whose values these hold, through equations that only move, select or
       negate values;
 
-    without those that such equations alone compute from arguments, or, unless they are
-    moved and so saved themselves, from others of no more bytes (`_exact`). Those of the
+    without those that such equations alone compute from arguments, or from others of no
+    more bytes (`_exact`), unless they are moved and so saved themselves. Those of the
     bodies of its loops are not among them: each body is an inlined jaxpr of its own.
     """
     definition = definitions(program.eqns)
@@ -106,12 +106,8 @@ def bitwise_observable(program: InlinedJaxpr) -> frozenset[Var]:
                 aliases = _aliases(definition, operand, True)
                 observable |= {var for var, _ in aliases}
     roots = _exact(program.eqns, program.invars, observable)
-    moved = {e.invars[0] for e in program.eqns if e.primitive in _COPIES}
-    again = {
-        v
-        for v, of in roots.items()
-        if v not in of and _fits(of, v) and not (of and v in moved)
-    }
+    moved: set[Any] = {e.invars[0] for e in program.eqns if e.primitive in _COPIES}
+    again = {v for v, of in roots.items() if v not in of and _fits(of, v)} - moved
     return frozenset(observable - again.difference(program.invars))
 
 
