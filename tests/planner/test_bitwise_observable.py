@@ -7,6 +7,7 @@ Covers: drjax._planner.bitwise_observable, drjax._planner.rematerialize_loops.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -240,7 +241,7 @@ def test_what_is_moved_from_arguments_is_no_copy(name):
     """Two passes over the argument, without a slice for each group in between."""
     x = jax.random.normal(jax.random.key(3), (64, 500))
     fn = drjax.program(clients=64)(OF_ARGUMENTS[name])
-    run = drjax.jit(fn, groups_per_step=1).lower(x).compile()
+    run: Any = drjax.jit(fn, groups_per_step=1).lower(x).compile()
     np.testing.assert_array_equal(run(x), jax.jit(fn)(x))
     gathered = 2 * 64 * (name == "gathered")
     slices = run.memory_analysis().temp_size_in_bytes / x[0].nbytes

@@ -4,6 +4,7 @@ Covers: drjax._primitives.fold_devices, drjax._jaxprs.elementwise.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +87,7 @@ def test_each_way_has_the_bytes_of_the_best(devices, kind, run):
     assert sent <= 1.05 * best * state
     # Hand-written: the devices' tree, of the tree of each device.
     if run != "one at a time":
+        combine: Any
         combine, _, init = states(kind, 32)
         k = 32 // devices
         split = jax.tree.map(lambda y: y.reshape(devices, k, *y.shape[1:]), x)

@@ -4,6 +4,7 @@ Covers: drjax._primitives.segments, drjax._api.max_and_min.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,8 +81,8 @@ def finite(y):
 def test_values_cost_no_more_than_hand_written_code(block, run):
     with in_mesh(make_mesh({AXIS: DEVICES})):
         x = placed()
-        ours = jax.jit(RUNS[run](reduction(block, False))).lower(x).compile()
-        best = jax.jit(REDUCTIONS[block]).lower(x).compile()
+        ours: Any = jax.jit(RUNS[run](reduction(block, False))).lower(x).compile()
+        best: Any = jax.jit(REDUCTIONS[block]).lower(x).compile()
         np.testing.assert_allclose(ours(x), best(x), rtol=1e-6)
     # NaN wins in a pmax by the order of integers: one more array of the result.
     ordered = 4 * NUM * D if block in ("reduce_max", "reduce_min") else 0
@@ -98,8 +99,8 @@ def test_gradients_cost_no_more_than_hand_written_code(block, run):
     loss = lambda x: jnp.sum(finite(REDUCTIONS[block](x)) ** 2)
     with in_mesh(make_mesh({AXIS: DEVICES})):
         x = placed()
-        ours = jax.jit(RUNS[run](reduction(block, True))).lower(x).compile()
-        best = jax.jit(jax.grad(loss)).lower(x).compile()
+        ours: Any = jax.jit(RUNS[run](reduction(block, True))).lower(x).compile()
+        best: Any = jax.jit(jax.grad(loss)).lower(x).compile()
         np.testing.assert_allclose(ours(x), best(x), rtol=1e-5, atol=1e-6)
     temp = [c.memory_analysis().temp_size_in_bytes for c in (ours, best)]
     # A step of the loop has slices of three groups.
@@ -112,7 +113,7 @@ def test_gradients_cost_no_more_than_hand_written_code(block, run):
 def test_gradients_of_extrema_have_no_array_of_all_segments_of_a_group(block, run):
     with in_mesh(make_mesh({AXIS: DEVICES})):
         x = placed()
-        f = jax.jit(RUNS[run](reduction(block, True))).lower(x).compile()
+        f: Any = jax.jit(RUNS[run](reduction(block, True))).lower(x).compile()
         plain = lambda x: getattr(jax.ops, f"segment_{block[7:]}")(x, BY, NUM)
         expected = jax.grad(lambda x: jnp.sum(finite(plain(x)) ** 2))(np.asarray(x))
         np.testing.assert_allclose(f(x), expected, rtol=1e-6)
@@ -290,6 +291,6 @@ def test_two_levels_reduce_slices_of_both():
         expected = plain(x.reshape(32, D), by.ravel(), NUM)
         with in_mesh(mesh := make_mesh({"pods": 2, "groups": 2})):
             own = jax.device_put(x, NamedSharding(mesh, P("pods", "groups")))
-            f = jax.jit(fn).lower(own).compile()
+            f: Any = jax.jit(fn).lower(own).compile()
             np.testing.assert_allclose(f(own), expected, rtol=1e-6)
         assert f.memory_analysis().temp_size_in_bytes <= 3.2 * 4 * NUM * D
