@@ -86,28 +86,33 @@ def run_batch(
     mask: Array | None,
     groups: ArrayLike,
     inputs: Sequence[ArrayLike],
+    axes: Sequence[int | None] | None = None,
 ) -> tuple[list[Array], list[Array]]:
     """Run a local stage on b groups, and reduce those that take part.
 
     `mask`, bool `[b]`, is true for these; None: all do. `kept` are the outputs of the
     stage to return as slices; of an exported one those that were chosen when it was
     exported, which also decided on its folds. `groups` are the group indices, int32
-    `[b]`, and `inputs` slices `[b, *s]` and global values.
+    `[b]`, and `inputs` slices `[b, *s]` and global values; or with `axes` the groups
+    are along these of the inputs, None of a global one.
 
     The result is `(partials, slices)`: the partial reductions of `reduces`, and then
     the leaves of folded states, with random keys as raw key data; and the slices of all
     b groups, `[b, *s]`.
     """
+    if axes is None:
+        axes = [0 if v.partitioned else None for v in stage.inputs]
     if combines_itself(stage):
         mask = jnp.ones(jnp.shape(groups), bool) if mask is None else mask
-        raw = map(to_raw, inputs)
+        pairs = zip(inputs, axes, strict=True)
+        raw = [to_raw(jnp.moveaxis(x, a, 0) if a else x) for x, a in pairs]
         outs = batched_of(stage).call(*exported_of(stage).consts, mask, groups, *raw)
         count = len(outs) - len(kept)
         pairs = zip(outs[count:], kept, strict=True)
         return outs[:count], [from_raw(y, v.dtype) for y, v in pairs]
     one = _compat.jaxpr_as_checked_fun(stage.jaxpr)
-    axes = [0, *(0 if v.partitioned else None for v in stage.inputs)]
-    outs = jax.vmap(lambda *args: one(*args), axes)(groups, *inputs)
+    # Not moved to the front: work on other axes would copy the array for that.
+    outs = jax.vmap(lambda *args: one(*args), [0, *axes])(groups, *inputs)
     return combined(stage, reduces, (), kept, outs, mask, inputs)
 
 

@@ -40,10 +40,9 @@ def run_columns(
     def whole(*xs: Array) -> list[Array]:
         pairs = zip(xs, body.inputs, strict=True)
         args = [jnp.reshape(x, v.whole_shape(body.size)) for x, v in pairs]
-        pairs = zip(args, stage.inputs, strict=True)
-        slices = [jnp.moveaxis(x, v.axis, 0) if v.partitioned else x for x, v in pairs]
+        axes = [v.axis if v.partitioned else None for v in stage.inputs]
         indices = jnp.arange(body.size, dtype=jnp.int32)
-        totals, ys = run_batch(stage, a_round.partials, kept, None, indices, slices)
+        totals, ys = run_batch(stage, a_round.partials, kept, None, indices, args, axes)
         pairs = zip(kept, ys, strict=True)
         arrays = {v.name: jnp.moveaxis(y, 0, v.axis) for v, y in pairs}
         for r, total in zip(a_round.partials, totals, strict=True):
