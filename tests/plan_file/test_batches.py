@@ -3,6 +3,8 @@
 Covers: drjax._plan_file.batches.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,6 +51,24 @@ def test_a_jaxpr_and_its_exported_functions_run_the_same_batch(mask):
     want = {"sum": np.sin(np.asarray(model) * chosen).sum(0), "max": chosen.max(0)}
     for reduce, y in zip(plan.rounds[0].partials, one, strict=False):
         np.testing.assert_allclose(y, want[reduce.op], rtol=1e-5)
+
+
+def test_groups_along_other_axes():
+    plan = plan_of_a_round()
+    x = jax.random.normal(jax.random.key(0), (N, D))
+    model, groups = jnp.arange(1.0, 1 + D), np.arange(N, dtype=np.int32)
+    for version in (plan, export_plan(plan)):
+        (a_round,) = version.rounds
+        stage = a_round.local
+        kept = [v for v in stage.outputs if v.name in version.kept()]
+        run = functools.partial(run_batch, stage, a_round.partials, kept, None, groups)
+        inputs = [x if v.partitioned else model for v in stage.inputs]
+        moved = [x.T if v.partitioned else model for v in stage.inputs]
+        axes = [1 if v.partitioned else None for v in stage.inputs]
+        for a, b in zip(
+            jax.tree.leaves(run(inputs)), jax.tree.leaves(run(moved, axes)), strict=True
+        ):
+            np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
 @pytest.mark.parametrize("count", [1, 3])

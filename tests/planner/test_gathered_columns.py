@@ -72,6 +72,18 @@ def test_backends_agree(mesh, tmp_path):
         close(xla.compile(loaded)(*args), want)
 
 
+def test_columns_are_read_where_they_are():
+    """Moved to the front first, the gathered array would be copied."""
+    middle = lambda c: jnp.sort(c)[2:-2].mean()
+    fn = drjax.program(clients=8)(lambda x: drjax.reduce_columns(middle, x))
+    hand_written = lambda x: jax.vmap(middle, 1)(x.reshape(8, 12)).reshape(3, 4)
+    x, counts = jnp.ones((8, 3, 4), jnp.float32), []
+    for f in (fn, hand_written):
+        text = drjax.jit(f).lower(x).as_text()
+        counts.append(text.count("stablehlo.transpose"))
+    assert counts[0] == counts[1]
+
+
 def test_a_plan_reads_and_counts_as_it_communicates():
     """Each slice leaves its group once; what workers share is the server's."""
     x, scale = data(N)
