@@ -58,8 +58,9 @@ from drjax._primitives.lowered_equations import MlirValue, lowered_equations, ma
 from drjax._primitives.registration import SlotIndices, Tangent
 from drjax._primitives.segments import (
     InSegments,
-    is_neutral,
+    operand_of_device,
     placed_aval,
+    placed_of,
     reduce_segments,
 )
 from drjax._sharding.avals import (
@@ -161,74 +162,49 @@ def _local_sum(
 
 
 def execute_reduce_sum(
-    x: PartitionedArray,
-    *,
+    *xs: PartitionedArray,
     partition: Partition,
     mesh: Mesh | None,
+    num: int | None = None,
     wire: Wire | None = None,
     sharded: bool = False,
     secure: int = 0,
     bound: float | None = None,
 ) -> GlobalArray:
-    """Sum a partitioned value over the groups, in the dtype of `x`.
+    """Sum a partitioned value over the groups, in its dtype.
 
     Each device adds the slices of its groups. Then the devices' sums are added: by one
     all-reduce; by a reduce-scatter if `sharded`, to the part of each device; or with a
     `wire`, which encodes them, by an all-to-all, and for a whole sum an all-gather.
+    With `num`, `xs` are the segments and the slices of the groups.
 
     `secure` and `bound` are ignored here: only engines, which run the groups in other
     processes, compute a sum securely.
     """
     layout = make_layout(partition, mesh)
-
-    def total(x: DeviceArray, indices: SlotIndices = None) -> Array:
-        return _local_sum(layout, x, indices, rounded=wire is None)
-
-    aval = global_aval(_compat.typeof(x), layout)
-    return _add_on_devices(layout, total, [x], aval, wire, sharded)
-
-
-def _execute_sum_by_segment(
-    segments: PartitionedArray,
-    slices: PartitionedArray,
-    *,
-    num: int,
-    partition: Partition,
-    mesh: Mesh | None,
-    wire: Wire | None = None,
-    sharded: bool = False,
-) -> GlobalArray:
-    """As `execute_reduce_sum`, of slices `[n, *s]` in their segments: `[num, *s]`."""
-    layout = make_layout(partition, mesh)
-
-    def total(
-        segments: DeviceArray, slices: DeviceArray, indices: SlotIndices = None
-    ) -> Array:
-        x = InSegments(segments, slices, num)
-        return _local_sum(layout, x, indices, rounded=wire is None)
-
-    aval = placed_aval(global_aval(_compat.typeof(slices), layout), num)
-    return _add_on_devices(layout, total, [segments, slices], aval, wire, sharded)
+    return _add_on_devices(layout, xs, num, wire, sharded)
 
 
 def _add_on_devices(
     layout: Layout,
-    total: Callable[..., Array],
     xs: Sequence[PartitionedArray],
-    aval: Aval,
+    num: int | None,
     wire: Wire | None,
     sharded: bool,
+    scale: float | None = None,
 ) -> GlobalArray:
     """Sum a partitioned value: on each device over its groups, then over the devices.
 
-    `total(*slices)` sums the slices of a device of `xs` to `[*s]`. If some slots are
-    padding, it is called as `total(*slices, indices)`. With a `wire`, its result may be
-    of another dtype than the result here, which has the type `aval`.
+    With `num`, `xs` are segments and slices. Devices' sums are multiplied by `scale`.
     """
+    aval = global_aval(_compat.typeof(xs[-1]), layout)
+    aval = aval if num is None else placed_aval(aval, num)
     axis = _axis_to_divide(layout, aval, sharded)
 
     def body(*xs: DeviceArray) -> list[Array]:
-        sums = add_devices(layout, [total(*xs)], [wire], [axis])
+        x, indices = operand_of_device(layout, xs, num)
+        total = _local_sum(layout, x, indices, scale, rounded=wire is None)
+        sums = add_devices(layout, [total], [wire], [axis])
         return [y.astype(aval.dtype) for y in sums]
 
     return shard_map_over_devices(
@@ -306,20 +282,13 @@ def _lower_reduce_sum(
     """
     operand = x, ctx.avals_in[0]
     placement = {"partition": partition, "mesh": mesh}
+    if (placed := placed_of(ctx, x, placement, np.add, 0)) is not None:
+        params = {**placement, **options, "num": placed.num}
+        return _compat.lower_function(
+            ctx, execute_reduce_sum, placed.operands, False, **params
+        )
     a_map, index = map_of(ctx, x, placement)
     if a_map is not None:
-        placed = a_map.placed.get(index)
-        if placed is not None and is_neutral(np.add, placed.fill, 0):
-            options = {k: v for k, v in options.items() if k in ("wire", "sharded")}
-            return _compat.lower_function(
-                ctx,
-                _execute_sum_by_segment,
-                [placed.segments, placed.slices],
-                False,
-                num=placed.num,
-                **placement,
-                **options,
-            )
         sums = a_map.sums(ctx)
         if index in sums:
             operand, placement = sums[index], a_map.device_placement
@@ -386,12 +355,8 @@ def execute_reduce_mean(
     # Divide first: a 16-bit sum may overflow.
     early = x.dtype in LOW_PRECISION or wire is not None
 
-    def total(x: DeviceArray, indices: SlotIndices = None) -> Array:
-        scale = 1 / n if early else None
-        return _local_sum(layout, x, indices, scale, rounded=wire is None)
-
-    aval = global_aval(_compat.typeof(x), layout)
-    y = _add_on_devices(layout, total, [x], aval, wire, sharded)
+    scale = 1 / n if early else None
+    y = _add_on_devices(layout, [x], None, wire, sharded, scale)
     return y if early else y / n
 
 

@@ -40,10 +40,15 @@ from drjax._compat.types import (
 from drjax._partition import Partition
 from drjax._primitives import partial_reduction, registration
 from drjax._primitives.collectives import broadcast_p, reduce_sum_p
-from drjax._primitives.lowered_equations import MlirValue, map_of
+from drjax._primitives.lowered_equations import MlirValue
 from drjax._primitives.map_fn import map_slices
 from drjax._primitives.registration import SlotIndices, Tangent
-from drjax._primitives.segments import InSegments, is_neutral, reduce_segments
+from drjax._primitives.segments import (
+    InSegments,
+    operand_of_device,
+    placed_of,
+    reduce_segments,
+)
 from drjax._sharding.avals import global_aval
 from drjax._sharding.execute import shard_map_over_devices, vary
 from drjax._sharding.layout import Layout, make_layout
@@ -71,8 +76,7 @@ def _executor(local: _Local, largest: bool) -> Callable:
         layout = make_layout(partition, mesh)
 
         def body(*xs: DeviceArray) -> list[Array]:
-            x = xs[0] if num is None else InSegments(xs[0], xs[1], num)
-            indices = xs[-1] if layout.uneven else None
+            x, indices = operand_of_device(layout, xs, num)
             y = local(layout, x, indices)
             return [across_devices(y, layout.axes, largest) if layout.axes else y]
 
@@ -215,17 +219,14 @@ def _lowering_rule(
     def alone(
         ctx: LoweringRuleContext, x: MlirValue, **params: Any
     ) -> Sequence[MlirValue]:
-        a_map, index = map_of(ctx, x, params)
-        placed = None if a_map is None else a_map.placed.get(index)
         aval: Aval = ctx.avals_in[0]
-        neutral = identity(aval.dtype)
-        if placed is not None and is_neutral(ufunc, placed.fill, neutral):
-            operands = [placed.segments, placed.slices]
+        placed = placed_of(ctx, x, params, ufunc, identity(aval.dtype))
+        if placed is not None:
             params = {**params, "num": placed.num}
-            return _compat.lower_function(ctx, execute, operands, False, **params)
-        return _compat.lower_cached_function(
-            ctx, execute, (x, ctx.avals_in[0]), **params
-        )
+            return _compat.lower_function(
+                ctx, execute, placed.operands, False, **params
+            )
+        return _compat.lower_cached_function(ctx, execute, (x, aval), **params)
 
     return partial_reduction.reduction_rule(primitive, alone)
 

@@ -81,6 +81,11 @@ class PlacedResult:
     num: int
     fill: Any
 
+    @property
+    def operands(self) -> list[Operand]:
+        """What a reduction of them takes."""
+        return [self.segments, self.slices]
+
 
 class LoweredMap(Protocol):
     """A lowered `map_fn` equation, which can lower sums of its results, too.

@@ -36,7 +36,7 @@ import jax
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters.mlir import LoweringRuleContext
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 from drjax import _compat
 from drjax._compat.types import (
@@ -52,7 +52,7 @@ from drjax._partition import Partition
 from drjax._primitives import registration
 from drjax._primitives.lowered_equations import InnerReduction, MlirValue, map_of
 from drjax._primitives.registration import SlotIndices
-from drjax._primitives.segments import InSegments, is_neutral
+from drjax._primitives.segments import operand_of_device, placed_of
 from drjax._sharding.avals import global_aval, partitioned_aval
 from drjax._sharding.execute import (
     shard_map_over_devices,
@@ -91,10 +91,6 @@ class Merging:
         """
         return self.ufunc is np.add
 
-    def is_neutral(self, fill: ArrayLike, dtype: DTypeLike) -> bool:
-        """Whether a number around slices in segments has no effect."""
-        return is_neutral(self.ufunc, fill, self.identity(dtype))
-
 
 _REDUCTIONS: dict[Primitive, Merging] = {}
 
@@ -132,8 +128,7 @@ def execute_partial_reduction(
     layout = make_layout(partition, mesh)
 
     def body(*xs: DeviceArray) -> list[Array]:
-        x = xs[0] if num is None else InSegments(xs[0], xs[1], num)
-        indices = xs[-1] if layout.uneven else None
+        x, indices = operand_of_device(layout, xs, num)
         y = _REDUCTIONS[reduction].local(layout, x, indices)
         return [vary(y, layout.axes)[None]]
 
@@ -174,11 +169,10 @@ def _partial_reduction_rule(
             return [sums[index][0]]
     aval: Aval = ctx.avals_in[0]
     params, operands = {**placement, "reduction": reduction}, [(x, aval)]
-    placed = None if a_map is None else a_map.placed.get(index)
     merging = _REDUCTIONS[reduction]
-    if placed is not None and merging.is_neutral(placed.fill, aval.dtype):
-        operands = [placed.segments, placed.slices]
-        params["num"] = placed.num
+    neutral = merging.identity(aval.dtype)
+    if (placed := placed_of(ctx, x, placement, merging.ufunc, neutral)) is not None:
+        operands, params["num"] = placed.operands, placed.num
     return _compat.lower_function(
         ctx, execute_partial_reduction, operands, False, **params
     )

@@ -29,6 +29,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 from jax.interpreters import ad, batching
+from jax.interpreters.mlir import LoweringRuleContext
 from jax.sharding import AxisType, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
@@ -36,6 +37,12 @@ from drjax import _compat
 from drjax._compat.types import Array, Atom, Aval, ClosedJaxpr, DeviceArray
 from drjax._jaxprs import walk
 from drjax._primitives import registration
+from drjax._primitives.lowered_equations import (
+    MlirValue,
+    PlacedResult,
+    Placement,
+    map_of,
+)
 from drjax._primitives.registration import Tangent
 from drjax._sharding.execute import vary
 from drjax._sharding.layout import Layout, other_axes
@@ -225,7 +232,7 @@ batching.primitive_batchers[slice_of_segment_p] = _batch_slice
 
 
 @dataclass(frozen=True)
-class Placement:
+class PlacedOutput:
     """A result of a jaxpr of one group that is a slice in its segment.
 
     Attributes:
@@ -242,7 +249,7 @@ class Placement:
 
 
 @_compat.weakref_lru_cache
-def placements(jaxpr: ClosedJaxpr) -> dict[int, Placement]:
+def placements(jaxpr: ClosedJaxpr) -> dict[int, PlacedOutput]:
     """Find the results of a jaxpr of one group that are slices in their segments.
 
     They are by the positions of the results. Barriers behind a placement are left out:
@@ -256,7 +263,7 @@ def placements(jaxpr: ClosedJaxpr) -> dict[int, Placement]:
         while eqn is not None and eqn.primitive is lax.optimization_barrier_p:
             eqn = defined.get(eqn.invars[0]) if len(eqn.invars) == 1 else None
         if eqn is not None and eqn.primitive is place_in_segment_p:
-            placed[i] = Placement(*eqn.invars, **eqn.params)
+            placed[i] = PlacedOutput(*eqn.invars, **eqn.params)
     return placed
 
 
@@ -318,6 +325,34 @@ _METHODS: dict[np.ufunc, str] = {np.add: "add", np.maximum: "max", np.minimum: "
 def is_neutral(ufunc: np.ufunc, fill: ArrayLike, identity: ArrayLike) -> bool:
     """Whether what is around a slice has no effect in a reduction by a ufunc."""
     return ufunc in _METHODS and bool(fill == identity)
+
+
+def placed_of(
+    ctx: LoweringRuleContext,
+    value: MlirValue,
+    placement: Placement,
+    ufunc: np.ufunc,
+    identity: ArrayLike,
+) -> PlacedResult | None:
+    """Return the slices that a map has placed in a value, to reduce these by a ufunc.
+
+    None if the value is no such result, or if what is around a slice has an effect.
+    """
+    a_map, index = map_of(ctx, value, placement)
+    placed = None if a_map is None else a_map.placed.get(index)
+    neutral = placed is not None and is_neutral(ufunc, placed.fill, identity)
+    return placed if neutral else None
+
+
+def operand_of_device(
+    layout: Layout, xs: Sequence[DeviceArray], num: int | None
+) -> tuple[DeviceArray | InSegments, Array | None]:
+    """Return what a device reduces, and the group indices of its slots if uneven.
+
+    `xs` are the slices, or with `num` the segments and the slices; and the indices.
+    """
+    indices = xs[-1] if layout.uneven else None
+    return xs[0] if num is None else InSegments(xs[0], xs[1], num), indices
 
 
 def reduce_segments(

@@ -31,7 +31,7 @@ from drjax._primitives.device_sums import add_devices, scattered_axis
 from drjax._primitives.reduce_ops import REDUCE_OPS, Running, is_compensated
 from drjax._primitives.segments import (
     InSegments,
-    Placement,
+    PlacedOutput,
     is_neutral,
     placements,
     scatters,
@@ -111,7 +111,7 @@ class ChunkedStage:
         self._axes = [0 if p else None for p in self._partitioned]
         self._effects = _compat.effects_of(stage.jaxpr)
 
-    def _find_placed(self) -> dict[int, tuple[int, Placement]]:
+    def _find_placed(self) -> dict[int, tuple[int, PlacedOutput]]:
         """Find the outputs to reduce by segment; let the jaxpr return their parts."""
         if self.stage.exported is not None or not scatters(self.layout):
             return {}
