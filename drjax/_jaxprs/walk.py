@@ -19,6 +19,21 @@ from drjax._compat.types import Atom, ClosedJaxpr, Eqn, OpenJaxpr, Var
 
 T = TypeVar("T")
 
+# Equations that only call the jaxpr in this parameter.
+CALLS = {
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "checkpoint": "jaxpr",
+    "remat": "jaxpr",
+    "remat2": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
+    "custom_vmap_call": "call",
+    "drjax_jit": "jaxpr",
+}
+
 
 def definitions(eqns: Iterable[Eqn]) -> dict[Var, Eqn]:
     """Map each variable that some equations define to the equation that defines it."""

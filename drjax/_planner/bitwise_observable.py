@@ -29,9 +29,9 @@ from jax.extend.core import Literal
 
 from drjax import _compat, primitives
 from drjax._compat.types import Atom, ClosedJaxpr, Eqn, OpenJaxpr, Var
-from drjax._jaxprs.walk import definitions, split_while, variables
-from drjax._planner.inline import CALLS, CONTROL, InlinedJaxpr
-from drjax._planner.unbatching.rules import ELEMENTWISE
+from drjax._jaxprs.elementwise import ELEMENTWISE
+from drjax._jaxprs.walk import CALLS, definitions, split_while, variables
+from drjax._planner.inline import CONTROL, InlinedJaxpr
 from drjax._primitives.moves import MOVES
 from drjax._primitives.reduce_ops import of_primitive
 from drjax._primitives.segments import place_in_segment_p, slice_of_segment_p

@@ -23,9 +23,9 @@ from drjax._compat.types import Array, ClosedJaxpr, Eqn, OpenJaxpr
 from drjax._errors import PlanError
 from drjax._jaxprs import eval_jaxpr
 from drjax._jaxprs.provenance import source_line
-from drjax._jaxprs.walk import deep_equations, split_scan, split_while
+from drjax._jaxprs.walk import CALLS, deep_equations, split_scan, split_while
 from drjax._partition import Partition
-from drjax._planner.inline import CALLS, any_of_batch, step_where
+from drjax._planner.inline import any_of_batch, step_where
 from drjax._primitives.map_fn import broadcast_consts, trace_group
 from drjax._sharding.layout import make_layout
 from drjax.primitives import map_fn_p, partition_index_p

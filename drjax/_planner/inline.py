@@ -33,9 +33,11 @@ from jax.sharding import AxisType
 from drjax import _compat, primitives
 from drjax._compat.retype_mesh import without_high_level
 from drjax._compat.types import Array, Atom, ClosedJaxpr, Eqn, OpenJaxpr, Var
+from drjax._jaxprs.elementwise import ELEMENTWISE
 from drjax._jaxprs.eval_jaxpr import literal_value
 from drjax._jaxprs.provenance import called_by
 from drjax._jaxprs.walk import (
+    CALLS,
     deep_equations,
     live_equations,
     split_scan,
@@ -48,7 +50,6 @@ from drjax._planner.fences import as_fence
 from drjax._planner.gathered_columns import columns_by_gather, columns_p
 from drjax._planner.rotations import recognize_rotations
 from drjax._planner.unbatching.own_index import KnownIntegers, share_batch_dimensions
-from drjax._planner.unbatching.rules import ELEMENTWISE
 from drjax._primitives.fold_groups import folds_by_gather
 from drjax._primitives.moves import partitions_of
 
@@ -57,20 +58,6 @@ T = TypeVar("T")
 
 BLOCKS = {p for name, p in vars(primitives).items() if name.endswith("_p")}
 
-# Equations that only call the jaxpr in this parameter.
-CALLS = {
-    "jit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "checkpoint": "jaxpr",
-    "remat": "jaxpr",
-    "remat2": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "eval_jaxpr": "call_jaxpr",
-    "custom_vmap_call": "call",
-    "drjax_jit": "jaxpr",
-}
 # Equations that run jaxprs in a loop or choose among them: their parameters.
 CONTROL = {
     "scan": ("jaxpr",),

@@ -30,8 +30,10 @@ from jax import lax
 from jax.extend.core import Literal
 
 from drjax import _compat
-from drjax._compat.types import Array, Atom, Aval, ClosedJaxpr, Eqn
+from drjax._compat.types import Array, Aval, ClosedJaxpr, Eqn
 from drjax._jaxprs.elementwise import ELEMENTWISE
+from drjax._jaxprs.eval_jaxpr import as_arrays, evaluate
+from drjax._jaxprs.walk import CALLS
 from drjax._sharding.layout import Layout, other_axes
 
 States = list[jax.Array]
@@ -39,13 +41,6 @@ Combine = Callable[[States, States], States]
 
 _SMALL = 128  # bytes of a state that is gathered in one message
 
-# Equations that only call a jaxpr, by the parameter that has it.
-_CALLS = {
-    "jit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
 # Equations that keep the order of the elements, but not the shape.
 _RESHAPES = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim")
 
@@ -70,8 +65,8 @@ def _acts_on_elements(eqn: Eqn) -> bool:
     if any(aval.shape for aval in literals):
         return False
     name = eqn.primitive.name
-    if name in _CALLS:
-        inner = eqn.params[_CALLS[name]]
+    if name in CALLS:
+        inner = eqn.params[CALLS[name]]
         return not _compat.jaxpr_consts(inner) and is_pointwise(inner)
     if name in _RESHAPES:
         source, result = eqn.invars[0].aval, eqn.outvars[0].aval
@@ -87,31 +82,20 @@ def _of_parts(jaxpr: ClosedJaxpr, m: int) -> Callable[..., list[Array]]:
     For an array of d elements it takes and returns `[ceil(d / m)]`, scalars as they
     are.
     """
-    raw = _compat.open_jaxpr(jaxpr)
 
-    def run(*args: Array) -> list[Array]:
-        values: dict[Any, Any] = dict(zip(raw.invars, args, strict=True))
+    def of_part(eqn: Eqn, operands: list[Any]) -> Sequence[Array] | None:
+        name = eqn.primitive.name
+        if name in CALLS:
+            return evaluate(eqn.params[CALLS[name]], operands, of_part)
+        if name not in _RESHAPES:
+            return None
+        shape = eqn.outvars[0].aval.shape
+        width = (-(-math.prod(shape) // m),) if shape else ()
+        return [jnp.broadcast_to(operands[0], width)]
 
-        def read(atom: Atom) -> Array:
-            if isinstance(atom, Literal):
-                aval: Aval = atom.aval
-                return jnp.asarray(atom.val, aval.dtype)
-            return values[atom]
-
-        for eqn in raw.eqns:
-            ins, name = [read(v) for v in eqn.invars], eqn.primitive.name
-            if name in _CALLS:
-                outs = _of_parts(eqn.params[_CALLS[name]], m)(*ins)
-            elif name in _RESHAPES:
-                shape = eqn.outvars[0].aval.shape
-                width = (-(-math.prod(shape) // m),) if shape else ()
-                outs = [jnp.broadcast_to(ins[0], width)]
-            else:
-                outs = _compat.bind_equation(eqn, ins)
-            values.update(zip(eqn.outvars, outs, strict=True))
-        return [read(v) for v in raw.outvars]
-
-    return run
+    avals: list[Aval] = jaxpr.out_avals
+    dtypes = [aval.dtype for aval in avals]
+    return lambda *args: as_arrays(evaluate(jaxpr, args, of_part), dtypes)
 
 
 def may_exchange(layout: Layout, own: States) -> bool:

@@ -26,8 +26,8 @@ from jax.extend.core import Literal
 
 from drjax import _compat
 from drjax._compat.types import Atom, Eqn, Var
+from drjax._jaxprs.elementwise import ELEMENTWISE
 from drjax._jaxprs.walk import backward_slice, definitions
-from drjax._planner.unbatching.rules import ELEMENTWISE
 
 # Between an iota and a column of indices lie these and pointwise equations: jax.numpy
 # normalizes negative indices by `lt`, `add` and `select_n`.
