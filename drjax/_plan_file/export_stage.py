@@ -174,12 +174,9 @@ class Exporter:
 
         def batch(*args: Array) -> list[Array]:
             mask, others = args[count], [*args[:count], *args[count + 1 :]]
-            outs, inputs = (
-                over_groups(self._per_group, axes)(*others),
-                args[count + 2 :],
-            )
+            outs = over_groups(self._per_group, axes)(*others)
             partials, slices = combined(
-                self.stage, reduces, folds, kept, outs, mask, inputs
+                self.stage, reduces, folds, kept, outs, mask, args[count + 2 :]
             )
             return [*partials, *slices]
 

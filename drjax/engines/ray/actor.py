@@ -48,11 +48,9 @@ def without_slices(
     groups = int(block.groups[0]), len(block.groups)
     for i, x in enumerate(block.slices):
         if isinstance(x, Pieces):
-            # Only the pieces that the block needs, as others may be large.
-            used = [int(k) for k in np.unique(x.piece) if k >= 0]
-            places = {k: len(parts) + j for j, k in enumerate(used)}
-            pieces = [(places.get(k, -1), leaf) for k, (_, leaf) in enumerate(x.pieces)]
-            parts += [x.pieces[k][0] for k in used]
+            x = x.only_used()  # as others may be large
+            pieces = [(len(parts) + k, leaf) for k, (_, leaf) in enumerate(x.pieces)]
+            parts += [piece for piece, _ in x.pieces]
             sources.append(replace(x, pieces=pieces))
             continue
         sources.append(len(parts))
