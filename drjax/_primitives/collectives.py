@@ -83,7 +83,7 @@ from drjax.plan import Wire
 # ---------------------------------------------------------------------------------
 # broadcast: [*s] -> [n, *s]
 
-broadcast_p = registration.new_primitive("broadcast")
+broadcast_p = registration.new_block("broadcast")
 
 
 def execute_broadcast(
@@ -137,7 +137,7 @@ def _broadcast_transpose(
 # ---------------------------------------------------------------------------------
 # reduce_sum: [n, *s] -> [*s]
 
-reduce_sum_p = registration.new_primitive("reduce_sum")
+reduce_sum_p = registration.new_block("reduce_sum")
 
 
 def _local_sum(
@@ -332,7 +332,7 @@ def _reduce_jvp(primitive: Primitive) -> Callable:
 # A primitive of its own, as a plan names the mean, and as the division precedes the
 # rounding to 16 bits.
 
-reduce_mean_p = registration.new_primitive("reduce_mean")
+reduce_mean_p = registration.new_block("reduce_mean")
 
 
 def execute_reduce_mean(
@@ -377,7 +377,7 @@ def _reduce_mean_transpose(
 # ---------------------------------------------------------------------------------
 # gather: partitioned [n, *s] -> the slices of all groups as a global [n, *s]
 
-gather_p = registration.new_primitive("gather")
+gather_p = registration.new_block("gather")
 
 
 def execute_gather(
@@ -460,7 +460,7 @@ def _gather_transpose(
 # ---------------------------------------------------------------------------------
 # scatter: a global [n, *s] -> partitioned [n, *s], x[i] being the slice of group i
 
-scatter_p = registration.new_primitive("scatter")
+scatter_p = registration.new_block("scatter")
 
 
 def execute_scatter(

@@ -20,8 +20,8 @@ Invariants:
 * If the reduction is `additive`, `finish` commutes with `combine`: (a + b) / n =
   a / n + b / n. So it may precede the communication between devices.
 
-To add a reduction: define its primitive with all rules, call `register`, export the
-primitive in `drjax/primitives.py`, and write the public function. No other module
+To add a reduction: define its primitive, a block, with all rules, call `register`,
+document it in `drjax/primitives.py`, and write the public function. No other module
 dispatches on the name or the primitive of a reduction.
 
 Sharp edges: partial reductions have a wider dtype than the values (`accumulator` on
