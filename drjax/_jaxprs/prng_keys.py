@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from drjax.plan import Value
+from drjax._plan.value import Value
 
 
 def is_key(dtype: Any) -> bool:

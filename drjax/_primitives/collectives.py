@@ -47,6 +47,7 @@ from drjax._compat.types import (
 from drjax._errors import MeshError
 from drjax._jaxprs.prng_keys import is_key, on_raw
 from drjax._partition import Partition
+from drjax._plan.wire import Wire
 from drjax._primitives import partial_reduction, registration
 from drjax._primitives.device_sums import (
     LOW_PRECISION,
@@ -78,7 +79,6 @@ from drjax._sharding.execute import (
     with_sharding_of,
 )
 from drjax._sharding.layout import Layout, make_layout
-from drjax.plan import Wire
 
 # ---------------------------------------------------------------------------------
 # broadcast: [*s] -> [n, *s]
