@@ -82,7 +82,7 @@ def ratios(new: Sequence[float], old: Sequence[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("old", type=Path, nargs="?")
     parser.add_argument("new", type=Path, nargs="?")
     parser.add_argument("--repeats", type=int, default=9)
