@@ -88,6 +88,7 @@ class Module:
     Attributes:
       name: Its name, such as `jit_step`.
       devices: The number of devices that run it together.
+      scheduled: Whether its instructions are in the order in which a device runs them.
       computations: The instructions of each computation, by its name.
       entry: The name of the computation that starts.
     """
@@ -95,6 +96,7 @@ class Module:
     def __init__(self, text: str) -> None:
         header = re.search(r"^HloModule ([^\s,]+)(.*)", text, re.M)
         self.name, attributes = header.groups() if header else ("", "")
+        self.scheduled = "is_scheduled=true" in attributes
         sizes = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", attributes)
         self.devices = math.prod(map(int, sizes))
         self.computations: dict[str, list[Instruction]] = {}
@@ -379,6 +381,12 @@ def split(text: str) -> list[str]:
         if depth == 0:
             break
     return parts
+
+
+def shape_dims(shape: str) -> list[int]:
+    """Return the dimensions of an array's shape such as `f32[3,8]{1,0}`."""
+    found = _ARRAY.search(shape)
+    return [int(x.strip("<=")) for x in found[2].split(",") if x] if found else []
 
 
 def shape_bytes(shape: str) -> int:

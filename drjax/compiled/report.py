@@ -32,6 +32,7 @@ from drjax._errors import DrjaxTypeError, MeshError
 from drjax._sharding.layout import axis_sizes, slices_of_devices
 from drjax.compiled.hlo import Instruction, Module, Running, shape_bytes, split
 from drjax.compiled.replica_groups import axes_of, devices_of, devices_of_slices
+from drjax.compiled.schedule import Schedule
 from drjax.compiled.sent import KINDS, sent_bytes
 
 Key = TypeVar("Key")
@@ -75,6 +76,12 @@ class Collective:
       op_name: The JAX operation that it is from, such as `jit(step)/while/body/psum`;
         empty if the compiler does not say.
       between_slices: Whether it is between TPU slices, over the data center's network.
+      asynchronous: Whether it has a start and a done, between which a device may do
+        other work. False also if the compiler does not say in which order it runs.
+      hidden_by: The loops that a device runs between its start and its done.
+      hidden_flops: The floating-point operations of matrix products and convolutions
+        between its start and its done, on one device, of loops included; None: the
+        trip count of a loop is not known.
     """
 
     kind: str
@@ -87,6 +94,14 @@ class Collective:
     name: str
     op_name: str
     between_slices: bool = False
+    asynchronous: bool = False
+    hidden_by: tuple[WhileLoop, ...] = ()
+    hidden_flops: int | None = 0
+
+    @property
+    def hidden(self) -> bool:
+        """Whether a device computes while it communicates: loops or products."""
+        return bool(self.hidden_by) or self.hidden_flops != 0
 
 
 class Total(NamedTuple):
@@ -200,6 +215,16 @@ class Report:
         """The collectives of the same innermost loop together; of no loop by None."""
         return totals(self.collectives, lambda c: c.loops[-1] if c.loops else None)
 
+    @property
+    def hidden(self) -> Total:
+        """The collectives during which a device computes, together."""
+        return _total([c for c in self.collectives if c.hidden])
+
+    @property
+    def exposed(self) -> Total:
+        """The collectives for which a device only waits, together."""
+        return _total([c for c in self.collectives if not c.hidden])
+
     def __str__(self) -> str:
         title = f"{self.name}: on one device"
         if self.devices > 1:
@@ -220,6 +245,7 @@ class Report:
                 ": devices exchange nothing. Groups are on different devices only if a "
                 "mesh axis has the name of the partition"
             )
+        lines += _hidden_lines(self.collectives)
         return "\n".join([title, *lines, f"  memory: {shown}"])
 
 
@@ -359,18 +385,15 @@ def _read(
     The start and the end of an asynchronous collective are one, and so are fusions that
     the compiler has marked as one chain.
     """
-    chains = set()
+    schedule, chains = Schedule(module), _chains(module)
     on_mesh = bool(mesh) and places.size == math.prod(mesh.values())
     for running in module.running():
         x = running.instruction
         if (kind := _kind(running)) is None:
             continue
-        if link := _CHAIN.search(x.attributes):
-            # The links of a chain are one collective.
-            chain = (*link.groups(), *(y.name for y in running.loops))
-            if chain in chains:
-                continue
-            chains.add(chain)
+        links = chains.get(_chain(running), [x])
+        if links[0] is not x:  # the links of a chain are one collective
+            continue
         between = _transfer_type(x) is not None
         if between:
             groups = devices_of_slices(x.attributes)
@@ -383,6 +406,8 @@ def _read(
             positions = [places[index] for index in on_places]
             axes = axes_of(positions, kind in _PAIRWISE, mesh)
         size = _whole_bytes(x, kind, members)
+        under_way = schedule.under_way(links)
+        loops = [y for y in under_way or () if y.opcode == "while"]
         op_name = re.search(r'op_name="([^"]*)"', x.attributes)
         yield Collective(
             kind,
@@ -395,7 +420,25 @@ def _read(
             x.name,
             op_name[1] if op_name else "",
             between,
+            under_way is not None,
+            tuple(WhileLoop(y.name, module.trip_count(y)) for y in loops),
+            schedule.flops(under_way or ()),
         )
+
+
+def _chain(running: Running) -> tuple[str, ...] | None:
+    """What the links of one chain have in common; None: the collective is whole."""
+    link = _CHAIN.search(running.instruction.attributes)
+    return link and (*link.groups(), *(y.name for y in running.loops))
+
+
+def _chains(module: Module) -> dict[tuple[str, ...] | None, list[Instruction]]:
+    """The links of each chain, in order."""
+    chains: dict[tuple[str, ...] | None, list[Instruction]] = {}
+    for running in module.running():
+        if _kind(running) is not None and (chain := _chain(running)) is not None:
+            chains.setdefault(chain, []).append(running.instruction)
+    return chains
 
 
 _PAIRWISE = ("collective-permute", "send")
@@ -494,11 +537,38 @@ def _table(collectives: Sequence[Collective]) -> list[str]:
                 str(total.count),
                 bytes_as_text(total.bytes),
                 _known(total.times),
-                "?" if per_call is None else bytes_as_text(per_call),
+                _bytes(per_call),
             )
         )
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  " + "  ".join(map(str.ljust, x, widths)).rstrip() for x in lines]
+
+
+def _hidden_lines(collectives: Sequence[Collective]) -> list[str]:
+    """Say what is hidden, for each network, if anything is asynchronous."""
+    if not any(c.asynchronous for c in collectives):
+        return []
+    lines = []
+    for between, place in (True, "between slices"), (False, "on other networks"):
+        own = [c for c in collectives if c.between_slices is between]
+        hidden = _total([c for c in own if c.hidden]).bytes_per_call
+        total = _total(own).bytes_per_call
+        if own:
+            sent = " of ".join(
+                "?" if x is None else bytes_as_text(x) for x in (hidden, total)
+            )
+            lines.append(f"  hidden behind computation, {place}: {sent}")
+    for c in collectives:
+        if c.hidden:
+            loops = ", ".join(map(str, c.hidden_by)) or "no loop"
+            flops = "?" if c.hidden_flops is None else f"{c.hidden_flops:.3g}"
+            lines.append(f"    {c.kind} {c.name}: {loops}; {flops} flops")
+    return lines
+
+
+def _bytes(number: int | None) -> str:
+    """Format bytes; `?` for None, which means that they are not known."""
+    return "?" if number is None else bytes_as_text(number)
 
 
 def _known(number: int | None) -> str:

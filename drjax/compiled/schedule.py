@@ -1,0 +1,138 @@
+"""What a compiled function computes while a collective is under way.
+
+Input: a parsed program, and the instruction of a collective. Output: the instructions
+that the schedule has between its start and its done; and their floating-point
+operations. The text of a scheduled module has instructions in the order in which a
+device issues them.
+
+Sharp edges: between TPU slices, a collective is a `send` and a `recv`; it is under way
+from the later of the two to the first of `send-done` and `recv-done`. A collective
+that a TPU spreads over several fusions, the links of a chain, is under way from the
+first link to the last one, while each link computes, too. A done in another computation
+than its start, as in the next step of a loop, is not seen.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from drjax.compiled.hlo import Instruction, Module, shape_dims
+
+_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
+
+
+class Schedule:
+    """The order of a program's instructions, and how much each computes."""
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        # A module that is not scheduled has its instructions in any order.
+        self._known = module.scheduled
+        self._at = {
+            x.name: (computation, i)
+            for computation, xs in module.computations.items()
+            for i, x in enumerate(xs)
+        }
+        self._callers = {
+            called: x
+            for xs in module.computations.values()
+            for x in xs
+            for _, called in x.called
+        }
+        self._flops: dict[str, int | None] = {}
+
+    def under_way(self, links: Sequence[Instruction]) -> list[Instruction] | None:
+        """List what is issued between start and done; None: it is synchronous.
+
+        `links` is the collective; or all fusions over which it is spread, in order.
+        """
+        if not self._known:
+            return None
+        if len(links) > 1:
+            return self._of_chain(links)
+        (start,) = links
+        caller = self._callers.get(self._at[start.name][0])
+        if caller is not None and caller.opcode == "async-start":
+            start = caller  # around the collective
+        starts = [start]
+        if start.opcode == "send":
+            starts += self._receives(start)
+        dones = [done for x in starts for done in self._dones(x)]
+        if not dones:
+            return None
+        computation, first = max(self._at[x.name] for x in starts)
+        last = min(self._at[x.name][1] for x in dones)
+        return self._module.computations[computation][first + 1 : last]
+
+    def _of_chain(self, links: Sequence[Instruction]) -> list[Instruction] | None:
+        fusions = [self._callers.get(self._at[x.name][0], x) for x in links]
+        places = [self._at[x.name] for x in fusions]
+        if len({computation for computation, _ in places}) > 1:
+            return None
+        computation, first = min(places)
+        return self._module.computations[computation][first : max(places)[1] + 1]
+
+    def _receives(self, send: Instruction) -> Iterator[Instruction]:
+        """Find the `recv` of the collective of a `send`, if they say which."""
+        named = _RENDEZVOUS.findall(send.attributes)
+        for x in self._module.computations[self._at[send.name][0]]:
+            if x.opcode == "recv" and named == _RENDEZVOUS.findall(x.attributes) != []:
+                yield x
+
+    def _dones(self, start: Instruction) -> Iterator[Instruction]:
+        """Find the `-done` of a start, through `-update`s, in its computation."""
+        names = {start.name}
+        computation, place = self._at[start.name]
+        for x in self._module.computations[computation][place + 1 :]:
+            if names.intersection(x.operands):
+                if x.opcode.endswith("-update"):
+                    names.add(x.name)
+                elif x.opcode.endswith("-done"):
+                    yield x
+
+    def flops(self, instructions: Sequence[Instruction]) -> int | None:
+        """Count the operations of matrix products and convolutions, loops included.
+
+        A product of two numbers and its addition count as two. Of the branches of a
+        conditional the one with the fewest counts. None: a trip count is not known.
+        """
+        return _total(map(self._flops_of, instructions))
+
+    def _flops_of(self, x: Instruction) -> int | None:
+        if x.name not in self._flops:
+            own = self._own_flops(x)
+            bodies = [
+                self.flops(self._module.computations.get(name, ()))
+                for attribute, name in x.called
+                if attribute != "condition"
+            ]
+            inside = _total(bodies, min if x.opcode == "conditional" else sum)
+            if x.opcode == "while" and inside:
+                times = self._module.trip_count(x)
+                inside = None if times is None else times * inside
+            self._flops[x.name] = None if inside is None else own + inside
+        return self._flops[x.name]
+
+    def _own_flops(self, x: Instruction) -> int:
+        if x.opcode not in ("dot", "convolution"):
+            return 0
+        left, right = (
+            shape_dims(self._module.instructions[y].shape) for y in x.operands[:2]
+        )
+        out = math.prod(shape_dims(x.shape))
+        if x.opcode == "dot":
+            listed = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", x.attributes)
+            axes = listed[1].split(",") if listed and listed[1] else []
+            return 2 * out * math.prod(left[int(axis)] for axis in axes)
+        labels = re.search(r"dim_labels=\w+_(\w+)->", x.attributes)
+        features = right[labels[1].index("o")] if labels else 1
+        return 2 * out * math.prod(right) // max(features, 1)
+
+
+def _total(
+    numbers: Iterable[int | None], combine: Callable[[list[int]], int] = sum
+) -> int | None:
+    """Combine numbers; None if one of them is not known."""
+    numbers = list(numbers)
+    known = [x for x in numbers if x is not None]
+    return combine(known) if len(known) == len(numbers) else None
