@@ -264,7 +264,8 @@ def collectives(fn: Callable, mesh: Any = None) -> Callable[..., Report]:
       `drjax.compiled.Report`: print it. Nothing runs. Bytes are those that one device
       sends, by the formulas of `drjax.compiled.sent_bytes`. A collective in a loop
       counts once, and says how often it runs. Both branches of a conditional count.
-      Between TPU slices, collectives are those of the data center's network.
+      Between TPU slices, collectives are those of the data center's network. If some are
+      asynchronous, it says behind which loops and operations they are hidden.
 
     Raises:
       DrjaxTypeError: `fn` is no function, or (when called) the backend has no HLO text
@@ -385,15 +386,10 @@ def _read(
     The start and the end of an asynchronous collective are one, and so are fusions that
     the compiler has marked as one chain.
     """
-    schedule, chains = Schedule(module), _chains(module)
+    schedule = Schedule(module)
     on_mesh = bool(mesh) and places.size == math.prod(mesh.values())
-    for running in module.running():
-        x = running.instruction
-        if (kind := _kind(running)) is None:
-            continue
-        links = chains.get(_chain(running), [x])
-        if links[0] is not x:  # the links of a chain are one collective
-            continue
+    for running, links in _links(module):
+        x, kind = running.instruction, _kind(running) or ""
         between = _transfer_type(x) is not None
         if between:
             groups = devices_of_slices(x.attributes)
@@ -426,19 +422,30 @@ def _read(
         )
 
 
-def _chain(running: Running) -> tuple[str, ...] | None:
-    """What the links of one chain have in common; None: the collective is whole."""
-    link = _CHAIN.search(running.instruction.attributes)
-    return link and (*link.groups(), *(y.name for y in running.loops))
+def _links(module: Module) -> list[tuple[Running, list[Instruction]]]:
+    """The collectives that run, each with its links: itself, if it is in no chain.
 
-
-def _chains(module: Module) -> dict[tuple[str, ...] | None, list[Instruction]]:
-    """The links of each chain, in order."""
-    chains: dict[tuple[str, ...] | None, list[Instruction]] = {}
+    A chain may start before a loop, with links in each of its steps, and end after it.
+    """
+    found: list[tuple[Running, list[Instruction]]] = []
+    chains: dict[tuple[str, ...], list[tuple[Running, list[Instruction]]]] = {}
     for running in module.running():
-        if _kind(running) is not None and (chain := _chain(running)) is not None:
-            chains.setdefault(chain, []).append(running.instruction)
-    return chains
+        if _kind(running) is None:
+            continue
+        x, loops = running.instruction, running.loops
+        if named := _CHAIN.search(x.attributes):
+            same = chains.setdefault(named.groups(), [])
+            around = [
+                y for first, y in same if first.loops == loops[: len(first.loops)]
+            ]
+            if around:
+                around[0].append(x)
+                continue
+            same.append((running, [x]))
+            found.append(same[-1])
+        else:
+            found.append((running, [x]))
+    return found
 
 
 _PAIRWISE = ("collective-permute", "send")
@@ -532,7 +539,7 @@ def _table(collectives: Sequence[Collective]) -> list[str]:
         lines.append(
             (
                 kind,
-                "?" if axes is None else ", ".join(axes) or "none",
+                _axes(axes),
                 " > ".join(map(str, loops)) or "none",
                 str(total.count),
                 bytes_as_text(total.bytes),
@@ -562,8 +569,13 @@ def _hidden_lines(collectives: Sequence[Collective]) -> list[str]:
         if c.hidden:
             loops = ", ".join(map(str, c.hidden_by)) or "no loop"
             flops = "?" if c.hidden_flops is None else f"{c.hidden_flops:.3g}"
-            lines.append(f"    {c.kind} {c.name}: {loops}; {flops} flops")
+            lines.append(f"    {c.kind} ({_axes(c.axes)}): {loops}; {flops} flops")
     return lines
+
+
+def _axes(axes: tuple[str, ...] | None) -> str:
+    """Format mesh axes; `?` for None, which means that they are not known."""
+    return "?" if axes is None else ", ".join(axes) or "none"
 
 
 def _bytes(number: int | None) -> str:

@@ -64,13 +64,14 @@ class Schedule:
         last = min(self._at[x.name][1] for x in dones)
         return self._module.computations[computation][first + 1 : last]
 
-    def _of_chain(self, links: Sequence[Instruction]) -> list[Instruction] | None:
+    def _of_chain(self, links: Sequence[Instruction]) -> list[Instruction]:
         fusions = [self._callers.get(self._at[x.name][0], x) for x in links]
-        places = [self._at[x.name] for x in fusions]
-        if len({computation for computation, _ in places}) > 1:
-            return None
-        computation, first = min(places)
-        return self._module.computations[computation][first : max(places)[1] + 1]
+        computation, first = self._at[fusions[0].name]
+        # Others are inside of loops between these.
+        last = max(
+            i for c, i in (self._at[x.name] for x in fusions) if c == computation
+        )
+        return self._module.computations[computation][first : last + 1]
 
     def _receives(self, send: Instruction) -> Iterator[Instruction]:
         """Find the `recv` of the collective of a `send`, if they say which."""

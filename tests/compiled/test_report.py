@@ -68,6 +68,25 @@ def test_what_it_prints():
     assert memory.startswith("  memory: arguments 72 B, results 64 B, donated 0 B, ")
 
 
+def test_it_prints_what_is_hidden():
+    reduce = "channel_id=1, replica_groups={{0,1}}, to_apply=%add"
+    hidden = in_loop(
+        f"  %s = f32[64]{{0}} all-reduce-start(%x), {reduce}",
+        "  %p = f32[8,4]{1,0} dot(%l, %l), lhs_contracting_dims={1}",
+        "  %l = f32[8,16]{1,0} constant(0)",
+        "  %d = f32[64]{0} all-reduce-done(%s)",
+        f"  %e = f32[64]{{0}} all-reduce(%x), {reduce}",
+        devices=2,
+    )
+    sent = read_hlo(hidden, {"clients": 2})
+    report = Report("step", {"clients": 2}, 2, sent, 0, 0, 0, 0, 0)
+    assert report.hidden == Total(1, 256, 7, 7 * 256) == report.exposed
+    assert str(report).splitlines()[3:5] == [
+        "  hidden behind computation, on other networks: 1792 B of 3584 B",
+        "    all-reduce (clients): no loop; 1.02e+03 flops",
+    ]
+
+
 def test_functions_that_it_takes():
     mesh = make_mesh({"clients": 8})
     on = jax.NamedSharding(mesh, P("clients"))

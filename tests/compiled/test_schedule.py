@@ -147,6 +147,17 @@ def test_a_chain_lasts_from_its_first_to_its_last_link():
     assert c.hidden_flops == (2 + 5) * PRODUCT
 
 
+def test_links_of_a_chain_in_a_loop_are_the_same_collective():
+    link = f"  %a{{i}} = f32[64] all-gather(%x), {GROUPS}, "
+    link += 'frontend_attributes={chain_id="0"}'
+    lines = link.replace("{i}", "1"), WHILE, link.replace("{i}", "3")
+    text = program(*lines).replace(
+        "  %one =", link.replace("{i}", "2") + "\n  %one =", 1
+    )
+    (c,) = read_hlo(text)
+    assert (c.name, c.times, c.hidden_by) == ("a1", 1, LOOP)
+
+
 def test_flops_of_a_loop_of_unknown_length_are_unknown():
     text = program(REDUCE[0], WHILE, REDUCE[1])
     (c,) = read_hlo(re.sub("constant.5.", "parameter(1)", text))

@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import drjax
-from drjax.compiled import read_hlo
+from drjax.compiled import Collective, read_hlo
 from drjax.plan import Wire
 from examples.algorithms import streaming_diloco
 from experiments import machine
@@ -194,17 +194,11 @@ ASYNCHRONOUS: dict[str, str] = dict.fromkeys(
 )
 
 
-def schedule(text: str) -> list[str]:
-    """The loops and the all-reduces of a scheduled program, in their order."""
-    kinds = r"(all-reduce|while)\(|^ *%?(async-collective-(?:start|done))[.\d]* ="
-    entry = text[text.index("\nENTRY") :].splitlines()
-    matches = (re.search(kinds, line) for line in entry)
-    return [match[1] or match[2] for match in matches if match]
-
-
-def streaming_round(delay: int, options: dict[str, str]) -> str:
-    """A round of Streaming DiLoCo with two fragments, compiled for eight workers."""
-    mesh, size = tpu_mesh({"workers": 8}), 256
+def streaming_round(
+    delay: int, options: dict[str, str], workers: int = 8, slices: int = 1
+) -> list[Collective]:
+    """The exchanges of workers in a round of Streaming DiLoCo with two fragments."""
+    mesh, size = tpu_mesh({"workers": workers, "model": 8 // workers}, slices), 256
 
     def loss(params, data, key):
         (a,), (b,) = params
@@ -212,30 +206,45 @@ def streaming_round(delay: int, options: dict[str, str]) -> str:
         return jnp.mean((jnp.tanh(data @ a) @ b - data) ** 2)
 
     inner, outer = optax.adam(1e-3), optax.sgd(0.7, 0.9, nesterov=True)
-    train_round = streaming_diloco.make_round(loss, inner, outer, 8, delay, 0.5)
+    train_round = streaming_diloco.make_round(loss, inner, outer, workers, delay, 0.5)
     params = [[jnp.zeros((size, size))], [jnp.zeros((size, size))]]
-    start = lambda x: streaming_diloco.start(x, inner, outer, 8)
-    data = jax.ShapeDtypeStruct((8, 128, size), jnp.float32)
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), (8, 20)))
+    start = lambda x: streaming_diloco.start(x, inner, outer, workers)
+    data = jax.ShapeDtypeStruct((workers, 128, size), jnp.float32)
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), (workers, 20)))
     args = *jax.eval_shape(start, params), data, keys
     specs = P(), P("workers"), P("workers"), P("workers")
     layout = tuple(jax.NamedSharding(mesh, spec) for spec in specs)
     with jax.set_mesh(mesh):
         lowered = jax.jit(train_round, in_shardings=layout).lower(*args)
-        return lowered.compile(options).as_text() or ""
+        text = lowered.compile(options).as_text() or ""
+    sent = read_hlo(text, dict(mesh.shape))
+    return [c for c in sent if c.axes and "workers" in c.axes]
 
 
 class TestDelayedSynchronization:
     pytestmark = on_tpus
 
     def test_overlaps_with_the_inner_steps_until_it_is_received(self):
-        start, done = "async-collective-start", "async-collective-done"
-        order = schedule(streaming_round(5, ASYNCHRONOUS))
-        assert order == 2 * ["while", start, "while", done]
+        sent = streaming_round(5, ASYNCHRONOUS)
+        assert [c.kind for c in sent] == ["all-reduce"] * 2
+        for c in sent:
+            assert c.times == 1 and [x.trip_count for x in c.hidden_by] == [5]
+            # Two products forward, and three backward, of [128, 256] and [256, 256].
+            assert c.hidden_flops == 5 * 5 * 2 * 128 * 256 * 256
 
     def test_is_waited_for_without_the_options(self):
-        order = schedule(streaming_round(5, {}))
-        assert sorted(order) == 2 * ["all-reduce"] + 4 * ["while"]
+        sent = streaming_round(5, {})
+        assert [c.asynchronous for c in sent] == [False] * 2
+
+    def test_between_slices_it_overlaps_without_options(self):
+        sent = streaming_round(5, {}, workers=2, slices=2)
+        assert [c.between_slices for c in sent] == [True] * 2
+        for c in sent:
+            assert [x.trip_count for x in c.hidden_by] == [5]
+
+    def test_without_a_delay_it_is_exposed(self):
+        sent = streaming_round(0, {}, workers=2, slices=2)
+        assert [(c.asynchronous, c.hidden) for c in sent] == [(True, False)] * 2
 
 
 # ---------------------------------------------------------------------------------
