@@ -3,10 +3,11 @@
 Input: an equation and the group axes of its operands. Output: the same equation written
 with building blocks, or None.
 
-* A sum, a maximum or a minimum over the group axis is `drjax.reduce_sum`, `reduce_max`
-  or `reduce_min`, whether a user wrote it (`jnp.mean(x)`) or a derivative did (the
-  transpose of the broadcast of a global value that meets partitioned ones in pointwise
-  equations). Each group first reduces the other axes by itself.
+* A registered reduction of `jax.lax` over the group axis, such as a sum or a maximum,
+  is that of drjax, such as `reduce_sum` or `reduce_max`, whether a user wrote it
+  (`jnp.mean(x)`) or a derivative did (the transpose of the broadcast of a global value
+  that meets partitioned ones in pointwise equations). Each group first reduces the
+  other axes by itself.
 * A product that contracts the group axis, such as the derivative of a product of a
   partitioned value and a matrix, is one product in each group, and their sum. So is a
   convolution.

@@ -21,8 +21,10 @@ Invariants:
   a / n + b / n. So it may precede the communication between devices.
 
 To add a reduction: define its primitive, a block, with all rules, call `register`,
-document it in `drjax/primitives.py`, and write the public function. No other module
-dispatches on the name or the primitive of a reduction.
+document it in `drjax/primitives.py`, and write the public function. With
+`partial_reduction.register_merging`, one over two levels is one collective. Backends
+and engines do not ask which reduction it is; exports to other systems refuse one that
+these lack.
 
 Sharp edges: partial reductions have a wider dtype than the values (`accumulator` on
 devices, `wide` on the host), but not if the reduction `selects` a value.

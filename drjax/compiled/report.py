@@ -264,8 +264,8 @@ def collectives(fn: Callable, mesh: Any = None) -> Callable[..., Report]:
       `drjax.compiled.Report`: print it. Nothing runs. Bytes are those that one device
       sends, by the formulas of `drjax.compiled.sent_bytes`. A collective in a loop
       counts once, and says how often it runs. Both branches of a conditional count.
-      Between TPU slices, collectives are those of the data center's network. If some are
-      asynchronous, it says behind which loops and operations they are hidden.
+      Between TPU slices, collectives are those of the data center's network. Of
+      asynchronous ones it says behind which loops and operations they are hidden.
 
     Raises:
       DrjaxTypeError: `fn` is no function, or (when called) the backend has no HLO text

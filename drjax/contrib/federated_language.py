@@ -233,6 +233,8 @@ class _Export:
         )
 
 
+# Of which federated-language has a building block.
+_REDUCTIONS = {"sum", "mean", "max", "min"}
 _PROTOS = "federated_language.proto.computation_pb2"
 _GROUP_INDEX = "the index of the client"
 
@@ -288,7 +290,9 @@ def _sayable(step: Step) -> None:
 
 
 @_unsayable.rule(Reduce)
-def _secure(step: Reduce) -> str | None:
+def _reduction(step: Reduce) -> str | None:
+    if step.op not in _REDUCTIONS:
+        return f"a {step.op} over the groups"
     return "a secure sum of floats" if step.secure else None
 
 
