@@ -385,8 +385,8 @@ def split(text: str) -> list[str]:
 
 def shape_dims(shape: str) -> list[int]:
     """Return the dimensions of an array's shape such as `f32[3,8]{1,0}`."""
-    found = _ARRAY.search(shape)
-    return [int(x.strip("<=")) for x in found[2].split(",") if x] if found else []
+    array = _ARRAY.search(shape)
+    return [int(x.strip("<=")) for x in array[2].split(",") if x] if array else []
 
 
 def shape_bytes(shape: str) -> int:

@@ -427,7 +427,7 @@ def _links(module: Module) -> list[tuple[Running, list[Instruction]]]:
 
     A chain may start before a loop, with links in each of its steps, and end after it.
     """
-    found: list[tuple[Running, list[Instruction]]] = []
+    every: list[tuple[Running, list[Instruction]]] = []
     chains: dict[tuple[str, ...], list[tuple[Running, list[Instruction]]]] = {}
     for running in module.running():
         if _kind(running) is None:
@@ -442,10 +442,10 @@ def _links(module: Module) -> list[tuple[Running, list[Instruction]]]:
                 around[0].append(x)
                 continue
             same.append((running, [x]))
-            found.append(same[-1])
+            every.append(same[-1])
         else:
-            found.append((running, [x]))
-    return found
+            every.append((running, [x]))
+    return every
 
 
 _PAIRWISE = ("collective-permute", "send")

@@ -28,7 +28,7 @@ class Schedule:
         self._module = module
         # A module that is not scheduled has its instructions in any order.
         self._known = module.scheduled
-        self._at = {
+        self._position = {
             x.name: (computation, i)
             for computation, xs in module.computations.items()
             for i, x in enumerate(xs)
@@ -51,7 +51,7 @@ class Schedule:
         if len(links) > 1:
             return self._of_chain(links)
         (start,) = links
-        caller = self._callers.get(self._at[start.name][0])
+        caller = self._callers.get(self._position[start.name][0])
         if caller is not None and caller.opcode == "async-start":
             start = caller  # around the collective
         starts = [start]
@@ -60,30 +60,30 @@ class Schedule:
         dones = [done for x in starts for done in self._dones(x)]
         if not dones:
             return None
-        computation, first = max(self._at[x.name] for x in starts)
-        last = min(self._at[x.name][1] for x in dones)
+        computation, first = max(self._position[x.name] for x in starts)
+        last = min(self._position[x.name][1] for x in dones)
         return self._module.computations[computation][first + 1 : last]
 
     def _of_chain(self, links: Sequence[Instruction]) -> list[Instruction]:
-        fusions = [self._callers.get(self._at[x.name][0], x) for x in links]
-        computation, first = self._at[fusions[0].name]
+        fusions = [self._callers.get(self._position[x.name][0], x) for x in links]
+        computation, first = self._position[fusions[0].name]
         # Others are inside of loops between these.
         last = max(
-            i for c, i in (self._at[x.name] for x in fusions) if c == computation
+            i for c, i in (self._position[x.name] for x in fusions) if c == computation
         )
         return self._module.computations[computation][first : last + 1]
 
     def _receives(self, send: Instruction) -> Iterator[Instruction]:
         """Find the `recv` of the collective of a `send`, if they say which."""
         named = _RENDEZVOUS.findall(send.attributes)
-        for x in self._module.computations[self._at[send.name][0]]:
+        for x in self._module.computations[self._position[send.name][0]]:
             if x.opcode == "recv" and named == _RENDEZVOUS.findall(x.attributes) != []:
                 yield x
 
     def _dones(self, start: Instruction) -> Iterator[Instruction]:
         """Find the `-done` of a start, through `-update`s, in its computation."""
         names = {start.name}
-        computation, place = self._at[start.name]
+        computation, place = self._position[start.name]
         for x in self._module.computations[computation][place + 1 :]:
             if names.intersection(x.operands):
                 if x.opcode.endswith("-update"):
