@@ -60,10 +60,10 @@ def a_step_a_call(workers: int, wire: str | None) -> Program:
     interval = STEPS // FRAGMENTS
 
     @drjax.program(workers=workers)
-    def step(shared, own, sent, data, keys, number):
+    def step(shared: Any, own: Any, sent: Any, data: Any, keys: Any, number: Any):
         (theta, momentum), (theta_i, states) = map(list, shared), own
 
-        def inner_step(params, state, data, key):
+        def inner_step(params: Any, state: Any, data: Any, key: Any) -> Any:
             grads = jax.grad(loss)(params, data, key)
             updates, state = INNER.update(grads, state, params)
             return optax.apply_updates(params, updates), state

@@ -22,7 +22,7 @@ not the partition's. JAX 0.12 lowers no reduce-scatter where such an axis is Exp
 
 import functools
 import itertools
-import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
@@ -319,23 +319,32 @@ def _numpy_of(x: Array | np.ndarray) -> ModuleType:
     return np if isinstance(x, np.ndarray) else jnp
 
 
-def _bytes(x: Array | np.ndarray) -> Array | np.ndarray:
-    """Return the bytes of numbers `[..., c]`, as uint8 `[..., c * itemsize]`."""
-    if isinstance(x, np.ndarray):
-        return np.ascontiguousarray(x).view(np.uint8)
-    if x.dtype.itemsize == 1:
-        return lax.bitcast_convert_type(x, jnp.uint8)
-    bits = lax.bitcast_convert_type(x, jnp.uint8)
-    return bits.reshape(*x.shape[:-1], math.prod(bits.shape[-2:]))
+# Not `bitcast_convert_type` to an array with the bytes of each number along a new, last
+# axis: of that, the compiler for TPUs takes minutes for a million numbers.
+def _bytes(x: Array | np.ndarray) -> Any:
+    """Return the bytes of numbers `[..., c]`: of all the lowest, then of all the next.
+
+    They are uint8 `[..., c * itemsize]`.
+    """
+    xp, size = _numpy_of(x), x.dtype.itemsize
+    bits = _view(x, np.dtype(f"uint{8 * size}"))
+    planes = [(bits >> (8 * i)).astype(np.uint8) for i in range(size)]
+    return xp.concatenate(planes, axis=-1)
 
 
-def _numbers(x: Array | np.ndarray, dtype: DTypeLike) -> Array | np.ndarray:
-    """Read bytes as numbers of a dtype: uint8 `[..., c * itemsize]` to `[..., c]`."""
+def _numbers(x: Array | np.ndarray, dtype: DTypeLike) -> Any:
+    """Read bytes as numbers of a dtype: the inverse of `_bytes`."""
+    xp, size = _numpy_of(x), np.dtype(dtype).itemsize
+    wide = np.dtype(f"uint{8 * size}")
+    planes = xp.split(x, size, axis=-1)
+    bits = [plane.astype(wide) << (8 * i) for i, plane in enumerate(planes)]
+    return _view(functools.reduce(operator.or_, bits), dtype)
+
+
+def _view(x: Array | np.ndarray, dtype: DTypeLike) -> Any:
+    """Return the same bits as numbers of another dtype of the same size."""
     if isinstance(x, np.ndarray):
         return np.ascontiguousarray(x).view(np.dtype(dtype))
-    size = jnp.dtype(dtype).itemsize
-    if size > 1:
-        x = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
     return lax.bitcast_convert_type(x, dtype)
 
 
@@ -348,10 +357,11 @@ _BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 def _pack_nibbles(x: Array | np.ndarray) -> Array | np.ndarray:
     """Round numbers `[..., 2c]` to float4_e2m1fn, two in each byte of uint8 `[..., c]`.
 
-    The first of two consecutive numbers is in the lower four bits. Compilers lack
-    conversions to 4-bit floats. So the three bits of a magnitude are computed by
-    comparisons: they count how many of the seven bounds between neighboring magnitudes
-    it exceeds. The fourth bit is the sign.
+    The first half of the numbers is in the lower four bits: to take every other number
+    costs a compiler for TPUs as much as `_bytes` says. Compilers lack conversions to
+    4-bit floats. So the three bits of a magnitude are computed by comparisons: they
+    count how many of the seven bounds between neighboring magnitudes it exceeds. The
+    fourth bit is the sign.
     """
     xp = _numpy_of(x)
     size = xp.abs(x)
@@ -359,7 +369,7 @@ def _pack_nibbles(x: Array | np.ndarray) -> Array | np.ndarray:
     for lower, bound in enumerate(_BOUNDS):
         above = size >= bound if lower % 2 else size > bound
         code = code + above.astype(np.uint8)
-    low, high = code[..., 0::2], code[..., 1::2]
+    low, high = xp.split(code, 2, axis=-1)
     return low | (high << 4)
 
 
@@ -367,10 +377,8 @@ def _unpack_nibbles(x: Array | np.ndarray) -> Array | np.ndarray:
     """Convert bytes with two float4_e2m1fn codes each to float32 numbers.
 
     It decodes what `_pack_nibbles` returns: uint8 `[..., c]` to float32 `[..., 2c]`.
-    The lower four bits of a byte are the first number.
     """
     xp = _numpy_of(x)
-    codes = xp.stack([x & 15, x >> 4], axis=-1)
-    codes = codes.reshape(*x.shape[:-1], 2 * x.shape[-1])
+    codes = xp.concatenate([x & 15, x >> 4], axis=-1)
     magnitude = xp.asarray(_MAGNITUDES, np.float32)[codes & 7]
     return xp.where(codes >= 8, -magnitude, magnitude)
