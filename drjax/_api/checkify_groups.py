@@ -25,7 +25,7 @@ from jax.extend.core import Primitive
 from drjax import _compat
 from drjax._api.trace_map import call_mapped
 from drjax._compat import checkify_rules
-from drjax._compat.types import Array, ClosedJaxpr, PartitionedArray, PyTreeDef
+from drjax._compat.types import Array, ClosedJaxpr, Mesh, PartitionedArray, PyTreeDef
 from drjax._partition import Partition
 from drjax._primitives.collectives import (
     broadcast_p,
@@ -54,7 +54,9 @@ class GroupCheckError(checkify_rules.CheckError):
     error of checkify in that group, and `group`, the group index.
     """
 
-    def __init__(self, error: Any, group: Array | int, partition: Partition):
+    def __init__(
+        self, error: checkify_rules.CheckError, group: Array | int, partition: Partition
+    ):
         super().__init__(error.traceback_info)
         self.error, self.group, self.partition = error, group, partition
 
@@ -90,7 +92,7 @@ def _check_map(
     *args: PartitionedArray,
     jaxpr: ClosedJaxpr,
     partition: Partition,
-    mesh: Any,
+    mesh: Mesh | None,
     name: str,
 ) -> tuple[checkify.Error, list[PartitionedArray]]:
     """Checkify rule of `map_fn`: run the equation, and check its mapped function.
@@ -112,7 +114,7 @@ def _check_map(
 
 
 def _first_error(
-    errors: checkify.Error, partition: Partition, mesh: Any
+    errors: checkify.Error, partition: Partition, mesh: Mesh | None
 ) -> checkify.Error:
     """Combine the errors of all groups, leaves `[n, ...]`, into one global error.
 

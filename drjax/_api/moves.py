@@ -316,7 +316,7 @@ def _combine(
     return jax.tree.map(combine, x, y)
 
 
-def _check_index(block: str, index: Any) -> Array | np.ndarray:
+def _check_index(block: str, index: object) -> Array | np.ndarray:
     """Check the index of `take` or `put`, and return it as an array `[k]` of integers.
 
     It is of NumPy if its numbers are known without running the program; else of JAX.

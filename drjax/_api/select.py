@@ -97,7 +97,7 @@ def select(
 
 
 def _rank_pair(
-    i: Any, where: PartitionedArray, params: BlockParams
+    i: Array | np.integer, where: PartitionedArray, params: BlockParams
 ) -> tuple[PartitionedArray, PartitionedArray]:
     """Rank the groups of a mask, for the selection of the group with the rank `i`.
 
