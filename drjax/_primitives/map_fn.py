@@ -332,7 +332,7 @@ def _transpose(
 # Cached: an eager backward pass transposes the same jaxpr at each step of training.
 @_compat.weakref_lru_cache
 def _transpose_jaxpr(
-    jaxpr: Any,
+    jaxpr: ClosedJaxpr,
     linear: tuple[bool, ...],
     nonzero: tuple[bool, ...],
     avals: tuple[Aval, ...],
@@ -354,7 +354,9 @@ def _transpose_jaxpr(
     transposed, nonzero_in = registration.backward_function(jaxpr, linear, nonzero)
     if leaves_out:
         transposed = _zero_for_zeros(transposed, len(avals) - sum(nonzero))
-    own = [a for a, lin in zip(jaxpr.in_avals, linear, strict=True) if not lin]
+    own: list[Aval] = [
+        a for a, lin in zip(jaxpr.in_avals, linear, strict=True) if not lin
+    ]
     own += [a for a, nz in zip(jaxpr.out_avals, nonzero, strict=True) if nz]
     with group_context(layout):
         # Where JAX itself makes Explicit axes Auto, as jax.random.gamma does, residuals
@@ -417,7 +419,7 @@ def _zero_for_zeros(
 
 
 def _partial_eval(
-    trace: Any, *tracers: JaxprTracer, **params: Any
+    trace: _compat.JaxprTrace, *tracers: JaxprTracer, **params: Any
 ) -> Sequence[PartitionedArray | JaxprTracer]:
     """Split the map into a known and an unknown one.
 
