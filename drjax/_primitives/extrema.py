@@ -35,6 +35,7 @@ from drjax._compat.types import (
     DeviceArray,
     GlobalArray,
     Mesh,
+    Params,
     PartitionedArray,
 )
 from drjax._partition import Partition
@@ -184,11 +185,11 @@ def _jvp_rule(primitive: Primitive) -> Callable:
         primals: tuple[PartitionedArray],
         tangents: tuple[PartitionedArray],
         *,
-        partition: Any,
-        mesh: Any,
+        partition: Partition,
+        mesh: Mesh | None,
     ) -> tuple[GlobalArray, Tangent]:
         (x,), (dx,) = primals, tangents
-        params = dict(partition=partition, mesh=mesh)
+        params: Params = {"partition": partition, "mesh": mesh}
         # The compiler may duplicate the computation of x, with other rounding, for the
         # comparison. Then x_i = y for no i. The barrier makes both uses read one x.
         x = lax.optimization_barrier(x)

@@ -371,7 +371,7 @@ def execute_fold_of_all(
     return fold_of_all(layout, jaxpr, derivative, n_states, mode)(*args)
 
 
-def folds_by_gather(eqn: Any) -> ClosedJaxpr:
+def folds_by_gather(eqn: Eqn) -> ClosedJaxpr:
     """Make the jaxpr that computes a `fold_tree` equation on the server of a plan.
 
     The jaxpr gathers what all groups have, computes by one `fold_of_all` equation, and

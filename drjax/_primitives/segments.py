@@ -34,6 +34,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from drjax import _compat
+from drjax._compat import UndefinedPrimal
 from drjax._compat.types import Array, Atom, Aval, ClosedJaxpr, DeviceArray
 from drjax._jaxprs import walk
 from drjax._primitives import registration
@@ -202,15 +203,15 @@ def _slice_jvp(
 
 # <place(g, x), y> = <x, y[g]>: with zeros around x, each is the other's transpose.
 def _place_transpose(
-    ct: Any, segment: Array, slice_: Any, *, num: int, fill: ArrayLike
+    ct: Tangent, segment: Array, slice_: UndefinedPrimal, *, num: int, fill: ArrayLike
 ) -> list[Any]:
-    if type(ct) is _compat.Zero:
+    if isinstance(ct, _compat.Zero):
         return [None, _compat.Zero(slice_.aval)]
     return [None, slice_of_segment(segment, ct)]
 
 
-def _slice_transpose(ct: Any, segment: Array, table: Any) -> list[Any]:
-    if type(ct) is _compat.Zero:
+def _slice_transpose(ct: Tangent, segment: Array, table: UndefinedPrimal) -> list[Any]:
+    if isinstance(ct, _compat.Zero):
         return [None, _compat.Zero(table.aval)]
     return [None, place_in_segment(segment, ct, table.aval.shape[0], 0)]
 
