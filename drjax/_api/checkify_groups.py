@@ -15,7 +15,7 @@ of two states and their combination, the first error stays.
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ from drjax._primitives.map_columns import (
     trace_column,
 )
 from drjax._primitives.map_fn import group_context, map_fn_p
-from drjax._sharding.layout import make_layout
+from drjax._sharding.layout import Placement, make_layout
 
 # The classes of errors that checkify looks for.
 Enabled: TypeAlias = frozenset[type[checkify_rules.CheckError]]
@@ -177,7 +177,7 @@ def _check_columns(
     kinds_out: tuple[str, ...],
     coordinates: tuple[int, ...],
     name: str,
-    **params: Any,
+    **params: Unpack[Placement],
 ) -> tuple[checkify.Error, list[Array]]:
     """Checkify rule of `map_columns`: the first coordinate's error stays."""
     fn, tree = _checked(jaxpr, enabled)

@@ -15,7 +15,7 @@ derivatives; the transpose of `map_fn` sees to the latter.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Unpack
 
 import jax.numpy as jnp
 import numpy as np
@@ -169,7 +169,7 @@ def keep_slices(
     part: Participation | None,
     leaf: PartitionedArray,
     fill: ArrayLike,
-    **params: Any,
+    **params: Unpack[BlockParams],
 ) -> PartitionedArray:
     """Replace slices that take no part in a reduction by a number without effect on it.
 

@@ -39,10 +39,10 @@ from jax.extend.core import Primitive
 from jax.interpreters.mlir import LoweringRuleContext
 
 from drjax import _compat
+from drjax._sharding.layout import Placement
 
 MlirValue: TypeAlias = Any  # the types of MLIR are not public
 Operand = tuple[Any, Any]  # an MLIR value and its type
-Placement = dict[str, Any]  # the parameters `partition` and `mesh` of an equation
 
 
 @dataclass(frozen=True)

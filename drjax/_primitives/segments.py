@@ -41,12 +41,11 @@ from drjax._primitives import registration
 from drjax._primitives.lowered_equations import (
     MlirValue,
     PlacedResult,
-    Placement,
     map_of,
 )
 from drjax._primitives.registration import Tangent
 from drjax._sharding.execute import vary
-from drjax._sharding.layout import Layout, other_axes
+from drjax._sharding.layout import Layout, Placement, other_axes
 
 place_in_segment_p = registration.new_primitive("place_in_segment")
 slice_of_segment_p = registration.new_primitive("slice_of_segment")

@@ -25,7 +25,7 @@ Sharp edges:
 import functools
 import logging
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,13 @@ _logger = logging.getLogger("drjax")
 
 # An entry of a `PartitionSpec`: the mesh axes over which a dimension is sharded.
 SpecEntry: TypeAlias = str | tuple[str, ...] | None
+
+
+class Placement(TypedDict):
+    """The parameters of all equations of drjax, from which their layout is made."""
+
+    partition: Partition
+    mesh: Mesh | AbstractMesh | None
 
 
 # ---------------------------------------------------------------------------------
