@@ -49,7 +49,7 @@ class Partition:
         return f"{self.name}:{self.size}"
 
 
-def with_size(partition: Partition, size: Any) -> Partition:
+def with_size(partition: Partition, size: int) -> Partition:
     """Copy a partition with another number of groups, which may be a symbol."""
     sized = replace(partition, size=1)
     object.__setattr__(sized, "size", size)

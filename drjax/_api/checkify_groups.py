@@ -77,7 +77,7 @@ class GroupCheckError(checkify_rules.CheckError):
         return _in_group(self.error.get_effect_type())
 
 
-def _in_group(effect: Any) -> Any:
+def _in_group(effect: checkify_rules.CheckEffect) -> Any:
     """Convert the `CheckEffect` of an error to that of a `GroupCheckError` around it.
 
     A `CheckEffect` is the key by which checkify tells kinds of errors apart: the class

@@ -227,7 +227,7 @@ def register_jaxpr_lowering(
     the equation. It returns a jaxpr from the operands to the results.
     """
 
-    def rule(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
+    def rule(ctx: mlir.LoweringRuleContext, *args: ir.Value, **params: Any) -> Any:
         closed = jaxpr_of(*ctx.avals_in, **params)
         raw = open_jaxpr(closed)
         if raw.is_high or raw.effects:  # needs more than its equations lowered
@@ -257,7 +257,7 @@ def register_lowering_rule(
     """
 
     def named(
-        ctx: mlir.LoweringRuleContext, *values: Any, **params: Any
+        ctx: mlir.LoweringRuleContext, *values: ir.Value, **params: Any
     ) -> Sequence[Any]:
         names = ctx.name_stack.extend(scope_of(primitive, params))
         inside = ctx.replace(name_stack=names)

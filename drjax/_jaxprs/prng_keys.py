@@ -36,7 +36,7 @@ def key_dtype(impl: str) -> Any:
     return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
 
 
-def to_raw(x: Array | np.ndarray) -> Any:
+def to_raw(x: Any) -> Any:
     """Convert an array of typed keys `[*s]` to raw data, uint32 `[*s, k]`.
 
     An array of another dtype is returned unchanged.
@@ -54,7 +54,7 @@ def from_raw(x: Any, dtype: DTypeLike) -> Any:
     return x
 
 
-def on_raw(fn: Callable[[Any], Any], x: Array) -> Any:
+def on_raw(fn: Callable[[Any], Any], x: Array | np.ndarray) -> Any:
     """Apply a function of arrays to `x`; of typed keys, to their raw data.
 
     The implementation of the keys may be any, also one that JAX knows by no name. The

@@ -22,7 +22,14 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from drjax import _compat
-from drjax._compat.types import Array, Aval, Flags, GlobalArray, PartitionedArray
+from drjax._compat.types import (
+    Array,
+    Aval,
+    Flags,
+    GlobalArray,
+    PartitionedArray,
+    PyTree,
+)
 from drjax._jaxprs.prng_keys import on_raw
 from drjax._sharding.avals import inner_spec
 from drjax._sharding.layout import Layout
@@ -219,7 +226,7 @@ def shard_map(
     layout: Layout,
     fn: Callable[..., Any],
     in_specs: P | Sequence[P],
-    out_specs: P | Sequence[P],
+    out_specs: PyTree,
     check_vma: bool = True,
 ) -> Callable[..., Any]:
     """Map `fn` by `jax.shard_map` over the partition's mesh axes only.
