@@ -3,10 +3,6 @@
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from drjax import _drawing as _drawing
-from drjax import backends as backends
-from drjax import compiled as compiled
-from drjax import contrib as contrib
 from drjax import primitives as primitives
 from drjax._api.blocks import broadcast as broadcast
 from drjax._api.blocks import gather as gather
@@ -37,14 +33,21 @@ from drjax._errors import MeshError as MeshError
 from drjax._errors import PlanError as PlanError
 from drjax._errors import PlanFileError as PlanFileError
 from drjax._errors import ScopeError as ScopeError
-from drjax._jit.jit import jit as jit
 from drjax._partition import Partition as Partition
-from drjax._plan_file.load import load_plan as load_plan
-from drjax._planner.check import check as check
-from drjax._planner.make_plan import make_plan as make_plan
-from drjax.compiled.report import collectives as collectives
+
+if _TYPE_CHECKING:
+    from drjax import backends as backends
+    from drjax import compiled as compiled
+    from drjax import contrib as contrib
+    from drjax import plan as plan
+    from drjax._jit.jit import jit as jit
+    from drjax._plan_file.load import load_plan as load_plan
+    from drjax._planner.check import check as check
+    from drjax._planner.make_plan import make_plan as make_plan
+    from drjax.compiled.report import collectives as collectives
 
 __version__ = _version("drjax")
 
 if not _TYPE_CHECKING:  # for which a module with `__getattr__` has every name
-    from drjax._deprecated import __getattr__ as __getattr__
+    from drjax._lazy_names import __dir__ as __dir__
+    from drjax._lazy_names import __getattr__ as __getattr__

@@ -23,8 +23,8 @@ from drjax._compat.types import Array, GlobalArray, PartitionedArray
 from drjax._context import current_scope
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._partition import integer_of
+from drjax._plan.wire import Wire
 from drjax._sharding.layout import make_layout, other_axes
-from drjax.plan import Wire
 
 WireLike = str | tuple[str, int] | Wire | None
 

@@ -5,7 +5,3 @@
 * `positions`: where each of them is in the picture.
 * `draw`: the picture, by matplotlib.
 """
-
-# They implement methods of `Plan`.
-from drjax._drawing import draw as draw
-from drjax._drawing import print_plan as print_plan

@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from drjax._compat.types import Array
-from drjax.plan import Value
+from drjax._plan.value import Value
 
 
 def is_key(dtype: DTypeLike) -> bool:

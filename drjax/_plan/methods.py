@@ -3,15 +3,23 @@
     @implements("Plan.draw")
     def draw(plan, path): ...
 
-The modules above register what they implement when `drjax` imports them, so that this
-layer imports none of them.
+The modules above register what they implement. A module is imported by the first call,
+so that this layer imports none of them, and `import drjax` no plans.
 """
 
+import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable)
 
+_MODULES = {
+    "Plan.__reduce__": "drjax._plan_file.save",
+    "Plan.__str__": "drjax._drawing.print_plan",
+    "Plan.communication": "drjax._plan_file.group_stages",
+    "Plan.draw": "drjax._drawing.draw",
+    "Plan.save": "drjax._plan_file.save",
+}
 _implementations: dict[str, Callable] = {}
 
 
@@ -27,4 +35,6 @@ def implements(method: str) -> Callable[[F], F]:
 
 def call(method: str, *args: Any) -> Any:
     """Call the implementation of a method, such as `Plan.draw`."""
+    if method not in _implementations:
+        importlib.import_module(_MODULES[method])
     return _implementations[method](*args)

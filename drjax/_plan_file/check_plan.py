@@ -160,7 +160,7 @@ def _check_reduce(step: Reduce, *_: Any) -> None:
     floats = jnp.issubdtype(step.source.dtype, jnp.floating)
     if step.wire is not None and not (additive and floats):
         raise ValueError(f"a {step.op} of {step.source} cannot be encoded")
-    if step.secure and (step.op not in ("sum", "mean") or step.secure < 2):
+    if step.secure and (not additive or step.secure < 2):
         raise ValueError(f"a {step.op} of {step.secure} groups cannot be secure")
     bound = step.bound
     if bound is not None and not (step.secure and 0 < bound < math.inf):

@@ -60,11 +60,10 @@ from drjax._planner.rotations import recognize_rotations
 from drjax._planner.unbatching.own_index import KnownIntegers, share_batch_dimensions
 from drjax._primitives.fold_groups import folds_by_gather
 from drjax._primitives.moves import partitions_of
+from drjax._primitives.registration import BLOCKS
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-BLOCKS = {p for name, p in vars(primitives).items() if name.endswith("_p")}
 
 # Equations that run jaxprs in a loop or choose among them: their parameters.
 CONTROL = {

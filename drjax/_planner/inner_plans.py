@@ -26,7 +26,8 @@ from drjax._compat.types import ClosedJaxpr
 from drjax._errors import PlanError
 from drjax._jaxprs.walk import deep_equations
 from drjax._plan.map_stages import map_stages
-from drjax._planner.inline import BLOCKS, uses_blocks
+from drjax._planner.inline import uses_blocks
+from drjax._primitives.registration import BLOCKS
 from drjax._sharding.layout import make_layout
 from drjax.plan import Plan, Program, Stage
 

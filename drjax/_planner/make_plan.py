@@ -27,7 +27,6 @@ from drjax._partition import Partition
 from drjax._planner.build_stages import PlanSignature, build_plan
 from drjax._planner.explicit_communication import make_communication_explicit
 from drjax._planner.inline import (
-    BLOCKS,
     CONTROL,
     InlinedJaxpr,
     inline_calls,
@@ -45,6 +44,7 @@ from drjax._planner.rematerialize_loops import rematerialize_residuals
 from drjax._planner.secure_cotangents import demand_of_cotangents
 from drjax._planner.side_by_side import separate
 from drjax._primitives.moves import partitions_of
+from drjax._primitives.registration import BLOCKS
 from drjax._sharding.planning_context import outside_meshes, trace_without_mesh
 from drjax.plan import Plan
 

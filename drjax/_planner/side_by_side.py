@@ -34,9 +34,10 @@ from drjax import _compat
 from drjax._compat.types import Eqn, Var
 from drjax._jaxprs.walk import variables
 from drjax._partition import Partition
-from drjax._planner.inline import BLOCKS, CONTROL, InlinedJaxpr, uses_blocks
+from drjax._planner.inline import CONTROL, InlinedJaxpr, uses_blocks
 from drjax._planner.partitioning.kind import PARTITIONED, signature
 from drjax._primitives.moves import partitions_of
+from drjax._primitives.registration import BLOCKS
 
 program_p = Primitive("program")
 program_p.multiple_results = True

@@ -47,6 +47,7 @@ from drjax._compat.types import (
 from drjax._errors import MeshError
 from drjax._jaxprs.prng_keys import is_key, on_raw
 from drjax._partition import Partition
+from drjax._plan.wire import Wire
 from drjax._primitives import partial_reduction, registration
 from drjax._primitives.device_sums import (
     LOW_PRECISION,
@@ -78,12 +79,11 @@ from drjax._sharding.execute import (
     with_sharding_of,
 )
 from drjax._sharding.layout import Layout, Placement, make_layout
-from drjax.plan import Wire
 
 # ---------------------------------------------------------------------------------
 # broadcast: [*s] -> [n, *s]
 
-broadcast_p = registration.new_primitive("broadcast")
+broadcast_p = registration.new_block("broadcast")
 
 
 class BroadcastParams(Placement, total=False):
@@ -152,7 +152,7 @@ class SumOptions(TypedDict, total=False):
     bound: float | None
 
 
-reduce_sum_p = registration.new_primitive("reduce_sum")
+reduce_sum_p = registration.new_block("reduce_sum")
 
 
 def _local_sum(
@@ -347,7 +347,7 @@ def _reduce_jvp(primitive: Primitive) -> Callable:
 # A primitive of its own, as a plan names the mean, and as the division precedes the
 # rounding to 16 bits.
 
-reduce_mean_p = registration.new_primitive("reduce_mean")
+reduce_mean_p = registration.new_block("reduce_mean")
 
 
 def execute_reduce_mean(
@@ -392,7 +392,7 @@ def _reduce_mean_transpose(
 # ---------------------------------------------------------------------------------
 # gather: partitioned [n, *s] -> the slices of all groups as a global [n, *s]
 
-gather_p = registration.new_primitive("gather")
+gather_p = registration.new_block("gather")
 
 
 def execute_gather(
@@ -475,7 +475,7 @@ def _gather_transpose(
 # ---------------------------------------------------------------------------------
 # scatter: a global [n, *s] -> partitioned [n, *s], x[i] being the slice of group i
 
-scatter_p = registration.new_primitive("scatter")
+scatter_p = registration.new_block("scatter")
 
 
 def execute_scatter(

@@ -34,9 +34,9 @@ from jax.typing import DTypeLike
 
 from drjax import _compat
 from drjax._compat.types import Array
+from drjax._plan.wire import Wire
 from drjax._sharding.execute import on_own_shards, vary
 from drjax._sharding.layout import Layout
-from drjax.plan import Wire
 
 LOW_PRECISION = (jnp.bfloat16, jnp.float16)
 _TPU_TILE = 1024  # of a vector of bytes

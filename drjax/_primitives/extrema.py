@@ -54,8 +54,8 @@ from drjax._sharding.avals import global_aval
 from drjax._sharding.execute import shard_map_over_devices, vary
 from drjax._sharding.layout import Layout, Placement, make_layout
 
-reduce_max_p = registration.new_primitive("reduce_max")
-reduce_min_p = registration.new_primitive("reduce_min")
+reduce_max_p = registration.new_block("reduce_max")
+reduce_min_p = registration.new_block("reduce_min")
 
 
 # A reduction of the slices of a device to `[*s]`, without padding.

@@ -103,8 +103,8 @@ from drjax._sharding.execute import (
 )
 from drjax._sharding.layout import Layout, Placement, make_layout, other_axes
 
-reduce_fold_p = registration.new_primitive("reduce_fold", multiple_results=True)
-fold_tree_p = registration.new_primitive("fold_tree", multiple_results=True)
+reduce_fold_p = registration.new_block("reduce_fold", multiple_results=True)
+fold_tree_p = registration.new_block("fold_tree", multiple_results=True)
 
 States = list[jax.Array]
 Combine = Callable[[States, States], States]

@@ -81,7 +81,7 @@ from drjax._sharding.avals import column_aval, columns_aval
 from drjax._sharding.execute import shard_map_over_devices, vary, with_sharding_of
 from drjax._sharding.layout import Layout, Placement, make_layout
 
-map_columns_p = registration.new_primitive("map_columns", multiple_results=True)
+map_columns_p = registration.new_block("map_columns", multiple_results=True)
 
 GROUPS, COORDINATES, WHOLE = "groups", "coordinates", "whole"
 # One of these for each operand or result, in order. As a parameter of an equation, and

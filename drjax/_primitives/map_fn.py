@@ -127,7 +127,7 @@ from drjax._sharding.padding import (
     unless_empty,
 )
 
-map_fn_p = registration.new_primitive("map_fn", multiple_results=True)
+map_fn_p = registration.new_block("map_fn", multiple_results=True)
 
 
 @contextlib.contextmanager

@@ -66,9 +66,9 @@ from drjax._primitives.edge_coloring import schedule
 from drjax._sharding.execute import as_operand, shard_map_over_devices, vary
 from drjax._sharding.layout import Layout, make_layout
 
-permute_p = registration.new_primitive("permute")
-take_p = registration.new_primitive("take")
-put_add_p = registration.new_primitive("put_add")
+permute_p = registration.new_block("permute")
+take_p = registration.new_block("take")
+put_add_p = registration.new_block("put_add")
 # The primitives that move slices between groups, by their names in plans.
 MOVES = {"permute": permute_p, "take": take_p, "put_add": put_add_p}
 

@@ -46,7 +46,7 @@ from drjax._sharding.execute import all_group_indices, shard_map_over_devices, v
 from drjax._sharding.layout import Layout, make_layout
 from drjax._sharding.padding import copy_index_to_padding
 
-partition_index_p = registration.new_primitive("partition_index")
+partition_index_p = registration.new_block("partition_index")
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ Invariants:
 * If the reduction is `additive`, `finish` commutes with `combine`: (a + b) / n =
   a / n + b / n. So it may precede the communication between devices.
 
-To add a reduction: define its primitive with all rules, call `register`, export the
-primitive in `drjax/primitives.py`, and write the public function. No other module
+To add a reduction: define its primitive, a block, with all rules, call `register`,
+document it in `drjax/primitives.py`, and write the public function. No other module
 dispatches on the name or the primitive of a reduction.
 
 Sharp edges: partial reductions have a wider dtype than the values (`accumulator` on
@@ -31,7 +31,7 @@ devices, `wide` on the host), but not if the reduction `selects` a value.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,9 @@ from drjax._primitives.segments import (
     combine_segments,
     reduce_segments,
 )
-from drjax.plan import Reduce
+
+if TYPE_CHECKING:
+    from drjax._plan.exchanges import Reduce
 
 # A running sum has a second accumulator, for the rounding errors, if that is cheap (at
 # most FEW_NUMBERS elements) or needed (more than MANY_STEPS steps). In float32, s steps
@@ -249,7 +251,7 @@ register(
 )
 
 
-def is_compensated(reduce: Reduce, steps: int) -> bool:
+def is_compensated(reduce: "Reduce", steps: int) -> bool:
     """Decide whether a running sum has a second accumulator, for its rounding errors.
 
     It has one if it adds up 16-bit or 32-bit floats, or complex64, and either one

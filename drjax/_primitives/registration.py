@@ -55,6 +55,17 @@ def new_primitive(name: str, multiple_results: bool = False) -> Primitive:
     return primitive
 
 
+# The building blocks, which `drjax.primitives` documents: plans make steps of them.
+BLOCKS: set[Primitive] = set()
+
+
+def new_block(name: str, multiple_results: bool = False) -> Primitive:
+    """Make the JAX primitive of a building block, which the planner looks for."""
+    primitive = new_primitive(name, multiple_results)
+    BLOCKS.add(primitive)
+    return primitive
+
+
 def register_execution(
     primitive: Primitive, fn: Callable, lowering_rule: Callable | None = None
 ) -> None:

@@ -29,6 +29,7 @@ program = drjax.program(clients=100)
 def test_there_is_one_object_for_each():
     documented = re.findall(r"^\| `(\w+)_p` ", drjax.primitives.__doc__ or "", re.M)
     assert sorted(documented) == sorted(BY_OBJECT.values())
+    assert BY_OBJECT.keys() == registration.BLOCKS
     assert BY_OBJECT.keys() >= {op.primitive for op in REDUCE_OPS.values()}
     assert all(isinstance(p, core.Primitive) for p in BY_OBJECT)
     assert {p.name for p in BY_OBJECT} == {f"drjax_{n}" for n in BY_OBJECT.values()}

@@ -105,6 +105,9 @@ def plug_in(monkeypatch):
     monkeypatch.setitem(reduce_ops._of_primitive, PROD.primitive, PROD)
     for primitive in PROD.lax_primitives:
         monkeypatch.setitem(reduce_ops._of_lax_primitive, primitive, PROD)
+    registration.BLOCKS.add(PROD.primitive)
+    yield
+    registration.BLOCKS.remove(PROD.primitive)
 
 
 @drjax.program(clients=N)
@@ -130,6 +133,24 @@ def test_xla(shape, step):
         close(f(1.5, X))
         close(jax.jit(f)(1.5, X))
         close(drjax.jit(f, groups_per_step=step)(1.5, X))
+
+
+def test_over_an_inner_level():
+    @drjax.program(clients=N)
+    def of_clients(x):
+        return reduce_prod(x)
+
+    @drjax.program(pods=2)
+    def of_pods(x):
+        return reduce_prod(drjax.map_fn(of_clients, x))
+
+    x = np.stack([X, X + 1])
+    plan = drjax.make_plan(of_pods, partitioned=True)(x)
+    inner = plan.rounds[0].local.inner
+    assert inner is not None
+    assert [r.op for p in (inner, plan) for r in p.rounds[0].reduces] == ["prod"] * 2
+    for run in (of_pods, drjax.jit(of_pods), in_process.compile(plan)):
+        np.testing.assert_allclose(run(x), x.prod((0, 1)), rtol=1e-6)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first", "last"])

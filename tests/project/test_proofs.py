@@ -29,7 +29,7 @@ def test_the_committed_ledgers_are_those_of_the_plans():
 
 def test_the_readme_counts_collectives_as_the_table_does():
     tasks, text = proofs.collective_bytes().values(), (ROOT / "README.md").read_text()
-    text, words = " ".join(text.split()), ("none", "one", "two", "three")
+    text, words = " ".join(text.split()), ("none", "one", "two", "three", "four")
     ways = {"drjax": "{} of {} operations under `jax.jit`"}
     ways["drjax.jit"] = "{} of {} under `drjax.jit`"
     for way, sentence in ways.items():

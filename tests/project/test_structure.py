@@ -38,7 +38,7 @@ LAYERS = (
     {"_planner"},
     {"_plan_file", "_drawing"},
     {"backends", "engines"},
-    {"_deprecated", "_jit", "compiled", "contrib", "__main__"},
+    {"_lazy_names", "_jit", "compiled", "contrib", "__main__"},
 )
 BACKENDS = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
