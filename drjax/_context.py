@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import jax
 
+from drjax._compat.types import Mesh
 from drjax._errors import ScopeError
 from drjax._partition import Partition, as_partition, with_size
 
@@ -134,7 +135,7 @@ def current_scope() -> Scope:
 
 
 def program_scope(
-    levels: tuple[Partition, ...], mesh: Any, left_out: LeftOut
+    levels: tuple[Partition, ...], mesh: Mesh | None, left_out: LeftOut
 ) -> Callable[[], AbstractContextManager[Any]]:
     """Make the function that enters a program's scope, for each call of the program.
 
@@ -207,7 +208,9 @@ def enter_level(partition: Partition) -> AbstractContextManager[Any]:
     return scope_context(replace(scope, partition=partition))
 
 
-def resolve_partition(block: str, mesh: Any, partition: Any) -> tuple[Partition, Any]:
+def resolve_partition(
+    block: str, mesh: Mesh | None, partition: object
+) -> tuple[Partition, Any]:
     """Resolve the partition, and the mesh, on which a building block acts.
 
     The arguments `mesh` and `partition` are those of the block; they may be None. Then

@@ -13,7 +13,7 @@ _MOST = 10  # leaves in one text
 _LONGEST = 300  # characters of a structure
 
 
-def called_in_two_steps(caller: str, needs: str, got: Any) -> str:
+def called_in_two_steps(caller: str, needs: str, got: object) -> str:
     """Return the error for a wrong argument of `caller` in `caller(fn)(*args)`."""
     return (
         f"{caller} needs {needs}, got {type(got).__name__}. The arguments of the "
@@ -29,7 +29,7 @@ def listed(items: Sequence[str], separator: str = "\n", what: str = "leaves") ->
     return separator.join([*items[:_MOST], f"and {more:,} more {what}"])
 
 
-def brief(structure: Any) -> str:
+def brief(structure: object) -> str:
     """Return the text of a pytree's structure, cut if it is long."""
     text = str(structure)
     if len(text) <= _LONGEST + 100:
@@ -64,7 +64,7 @@ _MAPPING = (
 )
 
 
-def where_it_goes(x: Any) -> str | None:
+def where_it_goes(x: object) -> str | None:
     """Say where an object goes that is no array, or None: it is of no known type."""
     names = {f"{t.__module__.split('.')[0]}.{t.__name__}" for t in type(x).__mro__}
     if "drjax.Groups" in names:
@@ -80,7 +80,7 @@ def where_it_goes(x: Any) -> str | None:
     return None
 
 
-def no_groups(x: Any) -> str | None:
+def no_groups(x: object) -> str | None:
     """Say what to give `Groups` in place of `x`; None if it may be the groups' data."""
     text = where_it_goes(x)
     if isinstance(x, Mapping) and text in (None, _GROUPS, _HDF5):
@@ -93,7 +93,7 @@ def misplaced(leaves: Sequence[Any]) -> str | None:
     return next((text for text in map(where_it_goes, leaves) if text), None)
 
 
-def unstacked(tree: Any, size: int, name: str) -> str | None:
+def unstacked(tree: object, size: int, name: str) -> str | None:
     """Say how to fix a list of the groups' pytrees, or lists of numbers, in a tree.
 
     Return None if the tree `name` has neither, `size` being the number of groups.

@@ -49,18 +49,17 @@ class Partition:
         return f"{self.name}:{self.size}"
 
 
-def with_size(partition: Partition, size: Any) -> Partition:
+def with_size(partition: Partition, size: int) -> Partition:
     """Copy a partition with another number of groups, which may be a symbol."""
     sized = replace(partition, size=1)
     object.__setattr__(sized, "size", size)
     return sized
 
 
-def as_partition(value: Any, mesh_axes: Any = None) -> Partition:
-    """Convert what `partition=` or `@drjax.program` takes to a `Partition`.
+def as_partition(value: object) -> Partition:
+    """Convert what `partition=` takes to a `Partition`.
 
     That is a `Partition`, a mapping such as `{"clients": 100}`, or a program.
-    `mesh_axes` are those of a mapping; None: the axis that has the partition's name.
     """
     if isinstance(value, Partition):
         return value
@@ -72,7 +71,7 @@ def as_partition(value: Any, mesh_axes: Any = None) -> Partition:
                 "@drjax.program(pods=2, groups=4)."
             )
         [(name, size)] = value.items()
-        return Partition(name, size, () if mesh_axes is None else mesh_axes)
+        return Partition(name, size)
     levels = attached_levels(value)
     if len(levels) == 1:
         return levels[0]
@@ -89,7 +88,7 @@ def as_partition(value: Any, mesh_axes: Any = None) -> Partition:
     )
 
 
-def attached_levels(value: Any) -> tuple[Partition, ...]:
+def attached_levels(value: object) -> tuple[Partition, ...]:
     """Return the partitions of a program, outermost first; () of any other object.
 
     The attribute `partition` of a program is a `Partition`, or the tuple of its levels.
@@ -117,7 +116,7 @@ def integer_of(value: Any) -> int | None:
         return None
 
 
-def _check_size(name: str, size: Any) -> int:
+def _check_size(name: str, size: object) -> int:
     """Check that a partition's size is a positive integer, and return the `int`."""
     number = integer_of(size)
     if number is None and isinstance(size, Mapping):
@@ -141,7 +140,7 @@ def _check_size(name: str, size: Any) -> int:
     return number
 
 
-def _check_axes(name: str, axes: Any) -> tuple[str, ...]:
+def _check_axes(name: str, axes: str | Sequence[str]) -> tuple[str, ...]:
     """Check the mesh axes of a partition, and return them as a tuple of names.
 
     The argument is a name, or a sequence of names. An empty one stands for the axis

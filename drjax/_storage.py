@@ -24,7 +24,7 @@ from typing import Any, Protocol
 _SCHEME = "[A-Za-z][A-Za-z0-9+.-]+:"  # of two characters or more: C: is a drive
 
 
-def locate(path: Any) -> Path | str:
+def locate(path: object) -> Path | str:
     """Tell local paths from URLs: return a `Path`, or the URL as text.
 
     The argument is a text, bytes, or an object that stands for a path: `os.PathLike`,

@@ -15,7 +15,7 @@ of two states and their combination, the first error stays.
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jax.extend.core import Primitive
 from drjax import _compat
 from drjax._api.trace_map import call_mapped
 from drjax._compat import checkify_rules
-from drjax._compat.types import Array, ClosedJaxpr, PartitionedArray, PyTreeDef
+from drjax._compat.types import Array, ClosedJaxpr, Mesh, PartitionedArray, PyTreeDef
 from drjax._partition import Partition
 from drjax._primitives.collectives import (
     broadcast_p,
@@ -41,7 +41,7 @@ from drjax._primitives.map_columns import (
     trace_column,
 )
 from drjax._primitives.map_fn import group_context, map_fn_p
-from drjax._sharding.layout import make_layout
+from drjax._sharding.layout import Placement, make_layout
 
 # The classes of errors that checkify looks for.
 Enabled: TypeAlias = frozenset[type[checkify_rules.CheckError]]
@@ -54,7 +54,9 @@ class GroupCheckError(checkify_rules.CheckError):
     error of checkify in that group, and `group`, the group index.
     """
 
-    def __init__(self, error: Any, group: Array | int, partition: Partition):
+    def __init__(
+        self, error: checkify_rules.CheckError, group: Array | int, partition: Partition
+    ):
         super().__init__(error.traceback_info)
         self.error, self.group, self.partition = error, group, partition
 
@@ -75,7 +77,7 @@ class GroupCheckError(checkify_rules.CheckError):
         return _in_group(self.error.get_effect_type())
 
 
-def _in_group(effect: Any) -> Any:
+def _in_group(effect: checkify_rules.CheckEffect) -> Any:
     """Convert the `CheckEffect` of an error to that of a `GroupCheckError` around it.
 
     A `CheckEffect` is the key by which checkify tells kinds of errors apart: the class
@@ -90,7 +92,7 @@ def _check_map(
     *args: PartitionedArray,
     jaxpr: ClosedJaxpr,
     partition: Partition,
-    mesh: Any,
+    mesh: Mesh | None,
     name: str,
 ) -> tuple[checkify.Error, list[PartitionedArray]]:
     """Checkify rule of `map_fn`: run the equation, and check its mapped function.
@@ -112,7 +114,7 @@ def _check_map(
 
 
 def _first_error(
-    errors: checkify.Error, partition: Partition, mesh: Any
+    errors: checkify.Error, partition: Partition, mesh: Mesh | None
 ) -> checkify.Error:
     """Combine the errors of all groups, leaves `[n, ...]`, into one global error.
 
@@ -175,7 +177,7 @@ def _check_columns(
     kinds_out: tuple[str, ...],
     coordinates: tuple[int, ...],
     name: str,
-    **params: Any,
+    **params: Unpack[Placement],
 ) -> tuple[checkify.Error, list[Array]]:
     """Checkify rule of `map_columns`: the first coordinate's error stays."""
     fn, tree = _checked(jaxpr, enabled)

@@ -10,7 +10,7 @@ one, that is an error if its type shows the partition's axes, else when a plan i
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 
@@ -18,7 +18,7 @@ from drjax import _compat
 from drjax._api.levels import Over, over_levels
 from drjax._api.pure_functions import PureFunctionErrors, without_other_axes
 from drjax._api.reductions import check_numeric, promote_sum
-from drjax._api.resolve import MeshLike, PartitionLike, bind_partitioned
+from drjax._api.resolve import BlockParams, MeshLike, PartitionLike, bind_partitioned
 from drjax._api.validate import (
     as_array,
     call_checked,
@@ -99,7 +99,7 @@ def reduce_columns(
     check_plain_function("drjax.reduce_columns", fn)
     check_flag("reduce_columns", "sum", sum)
 
-    def bind(leaf: PartitionedArray, **params: Any) -> PyTree:
+    def bind(leaf: PartitionedArray, **params: Unpack[BlockParams]) -> PyTree:
         check_numeric("reduce_columns", leaf)
         return _reduce_leaf(fn, leaf, sum, **params)
 
@@ -107,7 +107,10 @@ def reduce_columns(
 
 
 def _reduce_leaf(
-    fn: Callable[[Array], PyTree], x: PartitionedArray, add: bool, **params: Any
+    fn: Callable[[Array], PyTree],
+    x: PartitionedArray,
+    add: bool,
+    **params: Unpack[BlockParams],
 ) -> PyTree:
     """Apply `reduce_columns` to one leaf: trace the function, and bind `map_columns`.
 

@@ -9,7 +9,6 @@ Sharp edges: the function is not checked to be associative, nor the state to be 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -313,7 +312,7 @@ def _check_structure(name: str, out: PyTree, tree: PyTreeDef) -> None:
 
 
 def _result_leaf(
-    name: str, path: jax.tree_util.KeyPath, value: Any, leaf: PartitionedArray
+    name: str, path: jax.tree_util.KeyPath, value: object, leaf: PartitionedArray
 ) -> Array:
     """Check a leaf of a result of `combine`, and convert it to an array of a state.
 

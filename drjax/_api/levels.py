@@ -322,7 +322,7 @@ def _next_level(partition: Partition) -> Partition:
     return levels[levels.index(partition) + 1]
 
 
-def _mask_as_array(name: str, value: Any) -> Any:
+def _mask_as_array(name: str, value: object) -> Any:
     """Convert an argument to a JAX array, if it is a list for `where=` or `by=`.
 
     As a list, or tuple, it would be a pytree of numbers, which cannot be mapped over.

@@ -6,7 +6,7 @@ tree with global leaves. Invariants: NaN wins; of equals, the first group.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -263,7 +263,7 @@ def _reduce_extremum(
     if default is not None and part is not None:
         empty = ~_some_group(block, part, params)
 
-    def bind(leaf: PartitionedArray, **params: Any) -> GlobalArray:
+    def bind(leaf: PartitionedArray, **params: Unpack[BlockParams]) -> GlobalArray:
         _check_ordered(block, leaf)
         if part is None or part.num is None or not _has_gradient(leaf):
             kept = keep_slices(block, part, leaf, identity(leaf.dtype), **params)
@@ -371,7 +371,7 @@ def _reduce_arg(
         hit = (slice_ == extremum) | (slice_ != slice_)  # NaN wins, if there is one
         return jnp.where(hit & taken, index, jnp.full((), n, jnp.int32))
 
-    def bind(leaf: PartitionedArray, **params: Any) -> GlobalArray:
+    def bind(leaf: PartitionedArray, **params: Unpack[BlockParams]) -> GlobalArray:
         _check_ordered(block, leaf)
         kept = keep_slices(block, part, leaf, identity(leaf.dtype), **params)
         # The comparison needs bitwise the slices of which the extremum was taken.

@@ -12,7 +12,7 @@ indexing. Of a population all other building blocks need `partition=`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -283,7 +283,7 @@ def _permute(
     The leaves are checked; the sources are a permutation.
     """
 
-    def bind(leaf: PartitionedArray, **params: Any) -> PartitionedArray:
+    def bind(leaf: PartitionedArray, **params: Unpack[BlockParams]) -> PartitionedArray:
         return permute_p.bind(leaf, sources=sources, **params)
 
     return bind_partitioned(block, x, params["mesh"], params["partition"], bind)
@@ -316,7 +316,7 @@ def _combine(
     return jax.tree.map(combine, x, y)
 
 
-def _check_index(block: str, index: Any) -> Array | np.ndarray:
+def _check_index(block: str, index: object) -> Array | np.ndarray:
     """Check the index of `take` or `put`, and return it as an array `[k]` of integers.
 
     It is of NumPy if its numbers are known without running the program; else of JAX.

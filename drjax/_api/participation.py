@@ -15,12 +15,12 @@ derivatives; the transpose of `map_fn` sees to the latter.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Unpack
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from drjax import _compat
 from drjax._api.resolve import BlockParams, group_axis_size, map_leaves
@@ -135,7 +135,12 @@ def _check_segments(block: str, by: Segments, params: BlockParams) -> Partitione
 
 
 def _for_each_group(
-    argument: Any, kind: Any, need: str, fix: str, each: str, params: BlockParams
+    argument: object,
+    kind: DTypeLike,
+    need: str,
+    fix: str,
+    each: str,
+    params: BlockParams,
 ) -> PartitionedArray:
     """Convert an argument with a value for each group to an array `[n]`, and check it.
 
@@ -164,7 +169,7 @@ def keep_slices(
     part: Participation | None,
     leaf: PartitionedArray,
     fill: ArrayLike,
-    **params: Any,
+    **params: Unpack[BlockParams],
 ) -> PartitionedArray:
     """Replace slices that take no part in a reduction by a number without effect on it.
 

@@ -8,7 +8,7 @@ decorator is made. Sharp edge: the scope ends when the function returns.
 import difflib
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, overload
 
 import jax
 
@@ -22,6 +22,10 @@ Q = ParamSpec("Q")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 S = TypeVar("S")
+
+
+# The axes of the only level, or a mapping from names of levels to their axes.
+MeshAxes: TypeAlias = str | tuple[str, ...] | Mapping[str, Any] | None
 
 
 class Decorated(Protocol[P, R_co]):
@@ -40,20 +44,25 @@ class Decorated(Protocol[P, R_co]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
     @overload
-    def __get__(self, instance: None, owner: Any, /) -> Callable[P, R_co]: ...
+    def __get__(self, instance: None, owner: type | None, /) -> Callable[P, R_co]: ...
     @overload
     def __get__(
-        self: "Decorated[Concatenate[S, Q], R_co]", instance: S, owner: Any = None, /
+        self: "Decorated[Concatenate[S, Q], R_co]",
+        instance: S,
+        owner: type | None = None,
+        /,
     ) -> Callable[Q, R_co]: ...
     @overload
     def __get__(
         self: "Decorated[Concatenate[type[S], Q], R_co]",
         instance: S,
-        owner: Any = None,
+        owner: type | None = None,
         /,
     ) -> Callable[Q, R_co]: ...
     @overload
-    def __get__(self, instance: Any, owner: Any = None, /) -> Callable[P, R_co]: ...
+    def __get__(
+        self, instance: object, owner: type | None = None, /
+    ) -> Callable[P, R_co]: ...
 
 
 _KEYWORDS = ("partition_size", "placements", "mesh", "mesh_axes", "use_abstract_mesh")
@@ -62,7 +71,7 @@ _KEYWORDS = ("partition_size", "placements", "mesh", "mesh_axes", "use_abstract_
 def program(
     *args: Any,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
-    mesh_axes: str | tuple[str, ...] | Mapping[str, Any] | None = None,
+    mesh_axes: MeshAxes = None,
     use_abstract_mesh: bool | None = None,
     **partition: Any,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -133,7 +142,7 @@ def program(
 
 
 def _declared_levels(
-    args: tuple[Any, ...], keywords: dict[str, Any], mesh_axes: Any
+    args: tuple[Any, ...], keywords: dict[str, Any], mesh_axes: MeshAxes
 ) -> tuple[Partition, ...]:
     """Make the partitions that arguments of `drjax.program` declare, outermost first.
 
@@ -179,7 +188,7 @@ def _declared_levels(
     return tuple(Partition(k, n, axes.get(k, ())) for k, n in sizes.items())
 
 
-def _axes_of_levels(sizes: Mapping[str, Any], mesh_axes: Any) -> Mapping[str, Any]:
+def _axes_of_levels(sizes: Mapping[str, Any], mesh_axes: MeshAxes) -> Mapping[str, Any]:
     """Read the argument `mesh_axes` of `drjax.program`: for each level its mesh axes.
 
     It has the axes of the only level, or is a mapping from names of levels to axes. A
@@ -198,7 +207,7 @@ def _axes_of_levels(sizes: Mapping[str, Any], mesh_axes: Any) -> Mapping[str, An
     return mesh_axes
 
 
-def _check_mesh(mesh: Any) -> None:
+def _check_mesh(mesh: object) -> None:
     """Raise `MeshError` unless `mesh`, an argument of a program, is a mesh or None.
 
     The axes of the mesh are not checked: building blocks do that when they are called.
@@ -210,7 +219,7 @@ def _check_mesh(mesh: Any) -> None:
         )
 
 
-def _check_plain_function(fn: Any) -> None:
+def _check_plain_function(fn: object) -> None:
     """Raise `DrjaxTypeError` if `drjax.program` cannot decorate `fn`.
 
     It cannot decorate objects that are not callable; the error has a hint for class

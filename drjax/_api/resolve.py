@@ -15,7 +15,6 @@ from drjax._compat.types import (
     Array,
     GlobalArray,
     Mesh,
-    Params,
     PartitionedArray,
     PyTree,
     PyTreeDef,
@@ -23,12 +22,11 @@ from drjax._compat.types import (
 from drjax._context import OF_LIBRARY, resolve_partition
 from drjax._partition import Partition
 from drjax._sharding.execute import as_operand
-from drjax._sharding.layout import find_mesh, make_layout
+from drjax._sharding.layout import Placement, find_mesh, make_layout
 
 MeshLike = Mesh | None
 PartitionLike = Any
-# `{"partition": partition, "mesh": mesh}`, as `resolve` returns it.
-BlockParams: TypeAlias = Params
+BlockParams: TypeAlias = Placement  # as `resolve` returns it
 
 
 def resolve(block: str, mesh: MeshLike, partition: PartitionLike) -> BlockParams:

@@ -5,7 +5,7 @@ with global leaves. Invariants: the slices of other groups do not reach the resu
 """
 
 import functools
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +89,7 @@ def select(
     else:
         indices = _rank_pair(i, check_where("select", where, params), params)
 
-    def bind(leaf: PartitionedArray, **params: Any) -> GlobalArray:
+    def bind(leaf: PartitionedArray, **params: Unpack[BlockParams]) -> GlobalArray:
         map_one = functools.partial(map_leaves, "select", **params)
         return select_slice(leaf, indices, map_one, **params)
 
@@ -97,7 +97,7 @@ def select(
 
 
 def _rank_pair(
-    i: Any, where: PartitionedArray, params: BlockParams
+    i: Array | np.integer, where: PartitionedArray, params: BlockParams
 ) -> tuple[PartitionedArray, PartitionedArray]:
     """Rank the groups of a mask, for the selection of the group with the rank `i`.
 

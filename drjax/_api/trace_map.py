@@ -24,6 +24,7 @@ from drjax._compat.types import (
     Array,
     Aval,
     ClosedJaxpr,
+    Mesh,
     OpenJaxpr,
     PartitionedArray,
     PyTree,
@@ -43,7 +44,7 @@ def call_mapped(
     tree: PyTreeDef,
     *,
     partition: Partition,
-    mesh: Any,
+    mesh: Mesh | None,
 ) -> PyTree:
     """Trace a function of pytrees for one group, and bind `map_fn` for it.
 
@@ -148,7 +149,7 @@ def _shards_over(jaxpr: ClosedJaxpr | OpenJaxpr, axes: tuple[str, ...]) -> bool:
     )
 
 
-def mentions(value: Any, axes: tuple[str, ...]) -> bool:
+def mentions(value: object, axes: tuple[str, ...]) -> bool:
     """Return whether a value is a sharding or spec over one of these mesh axes.
 
     It may be any parameter of an equation. Tuples and lists are searched.

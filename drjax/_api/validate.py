@@ -56,7 +56,7 @@ def as_array(
     block: str,
     name: str,
     path: jax.tree_util.KeyPath,
-    leaf: Any,
+    leaf: object,
     fix: str = _CLOSE_OVER,
 ) -> Array:
     """Convert a leaf of an argument to a JAX array; errors name the path of the leaf.
@@ -87,7 +87,7 @@ def as_array(
     )
 
 
-def _short(leaf: Any) -> str:
+def _short(leaf: object) -> str:
     """Return the `repr` of a value, cut to 60 characters, for an error."""
     text = repr(leaf)
     return text if len(text) <= 60 else text[:57] + "..."
@@ -188,12 +188,12 @@ _KINDS = (
 _RUNS_LATER = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR | inspect.CO_GENERATOR
 
 
-def function_name(fn: Any) -> str:
+def function_name(fn: Callable[..., Any]) -> str:
     """Return the name of a function, or of the class of a callable without a name."""
     return getattr(fn, "__name__", None) or type(fn).__name__
 
 
-def check_plain_function(caller: str, fn: Any) -> None:
+def check_plain_function(caller: str, fn: Callable[..., Any]) -> None:
     """Raise `DrjaxTypeError` if `fn` is async or a generator function.
 
     The body of such a function runs after the call has returned, when the partition is
@@ -255,7 +255,7 @@ def checks_keywords(block: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def check_flag(block: str, name: str, value: Any) -> None:
+def check_flag(block: str, name: str, value: object) -> None:
     """Raise `DrjaxTypeError` if an option is neither True nor False."""
     if not isinstance(value, bool | np.bool_):
         raise DrjaxTypeError(

@@ -10,7 +10,7 @@ from jax._src import checkify, core
 from drjax._compat.types import Array
 
 CheckError = checkify.JaxException  # what a failed check is, as a tree
-CheckEffect: Any = checkify.ErrorEffect  # the kind of such an error: (type, shapes)
+CheckEffect = checkify.ErrorEffect  # the kind of such an error: (type, shapes)
 # From 0.11 on, rules take a context in which errors are counted.
 _CHECKED = 3 if hasattr(checkify, "CheckifyContext") else 2
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax._src import config, core, util
 from jax._src.interpreters import ad, batching
+from jax._src.interpreters import partial_eval as pe
 
 try:
     from jax._src import flattree
@@ -24,6 +25,7 @@ Jaxpr: Any = getattr(core, "ClosedJaxpr", core.Jaxpr)
 JAXPR_TYPES = (core.Jaxpr, Jaxpr)
 ShapedArray = core.ShapedArray
 ShardingTypeError = core.ShardingTypeError
+JaxprTrace = pe.JaxprTrace
 UndefinedPrimal = ad.UndefinedPrimal
 Zero = ad.Zero
 cache = util.cache  # an LRU cache whose key includes JAX's whole trace context

@@ -428,7 +428,7 @@ def scan_size_params(eqn: Eqn, n_consts: int, n_carry: int, n_xs: int) -> Params
     return {"ft_in": flattree.pack(tuple(map(flattree.nones, sizes)))}
 
 
-def with_equations(jaxpr: Any, eqns: list[Eqn]) -> Any:
+def with_equations(jaxpr: ClosedJaxpr | OpenJaxpr, eqns: list[Eqn]) -> Any:
     """Copy a jaxpr, open or closed, with other equations that compute its results.
 
     Its constants, inputs and results stay.
@@ -436,5 +436,7 @@ def with_equations(jaxpr: Any, eqns: list[Eqn]) -> Any:
     raw = open_jaxpr(jaxpr)
     changed = raw.replace(eqns=eqns, debug_info=raw.debug_info)
     if MERGED:
-        return changed.with_consts(consts) if (consts := jaxpr.consts) else changed
-    return changed if jaxpr is raw else Jaxpr(changed, jaxpr.consts)
+        return (
+            changed.with_consts(consts) if (consts := jaxpr_consts(jaxpr)) else changed
+        )
+    return changed if jaxpr is raw else Jaxpr(changed, jaxpr_consts(jaxpr))

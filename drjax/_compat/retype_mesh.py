@@ -26,7 +26,7 @@ from drjax._compat.jax_types import (
     weakref_lru_cache,
 )
 from drjax._compat.jaxprs import jaxpr_consts, open_jaxpr
-from drjax._compat.types import Array, Atom, ClosedJaxpr, Eqn, OpenJaxpr
+from drjax._compat.types import Array, Atom, Aval, ClosedJaxpr, Eqn, OpenJaxpr
 
 ChangeMesh: TypeAlias = Callable[[AbstractMesh], AbstractMesh]
 
@@ -227,7 +227,7 @@ class _Retyped:
                 self._vars[atom] = core.Var(self._aval(atom.aval))
         return self._vars[atom]
 
-    def _literal(self, value: Any) -> Any:
+    def _literal(self, value: object) -> Any:
         """Copy the value of a literal: a Python or NumPy scalar, or a NumPy array.
 
         Only NumPy arrays of JAX's own subclass have a type, `.aval`; other values stay.
@@ -238,7 +238,7 @@ class _Retyped:
         aval, make = self._aval(known), type(value)
         return value if aval is known else make(np.asarray(value), aval)
 
-    def _aval(self, aval: Any) -> Any:
+    def _aval(self, aval: Aval) -> Any:
         """Copy a type, with the mesh of its sharding replaced.
 
         The same dimensions are sharded; none, if the new mesh is empty. Of a mutable

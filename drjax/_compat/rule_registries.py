@@ -87,22 +87,31 @@ def register_remat_policy(
     """
 
     def update(
-        unks_in: Any,
-        inst_in: Any,
-        kept_known: Any,
-        kept_staged: Any,
-        n_out: Any,
-        n_in: Any,
+        unks_in: Flags,
+        inst_in: Flags,
+        kept_known: Flags,
+        kept_staged: Flags,
+        n_out: int,
+        n_in: int,
         known: Params,
         staged: Params,
     ) -> tuple[Params, Params]:
         return known, staged
 
     def rule(
-        saveable: Callable[..., Any], unks_in: Any, inst_in: Any, eqn: core.JaxprEqn
+        saveable: Callable[..., Any],
+        unks_in: Flags,
+        inst_in: Flags,
+        eqn: core.JaxprEqn,
     ) -> Any:
         return pe.closed_call_partial_eval_custom_rule(
-            jaxpr_param, update, saveable, unks_in, inst_in, eqn, res_aval=res_aval
+            jaxpr_param,
+            update,
+            saveable,
+            [*unks_in],
+            [*inst_in],
+            eqn,
+            res_aval=res_aval,
         )
 
     pe.partial_eval_jaxpr_custom_rules[primitive] = rule
@@ -110,7 +119,7 @@ def register_remat_policy(
 
 def partial_eval_by_tracers(
     primitive: core.Primitive,
-    trace: Any,
+    trace: pe.JaxprTrace,
     tracers: Sequence[pe.JaxprTracer],
     unknown_in: Flags,
     params: Params,
@@ -144,7 +153,7 @@ def partial_eval_by_tracers(
     # Operands that are residuals do not pass through the known part: transposing again
     # and again would otherwise add a known part each time.
     residuals = [next(computed) if i is None else known_in[i] for i in forwarded]
-    in_tracers = [
+    in_tracers: list[Any] = [
         *map(trace.new_instantiated_const, residuals),
         *(t for t, unknown in zip(tracers, unknown_in, strict=True) if unknown),
     ]
@@ -218,7 +227,7 @@ def register_jaxpr_lowering(
     the equation. It returns a jaxpr from the operands to the results.
     """
 
-    def rule(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
+    def rule(ctx: mlir.LoweringRuleContext, *args: ir.Value, **params: Any) -> Any:
         closed = jaxpr_of(*ctx.avals_in, **params)
         raw = open_jaxpr(closed)
         if raw.is_high or raw.effects:  # needs more than its equations lowered
@@ -248,7 +257,7 @@ def register_lowering_rule(
     """
 
     def named(
-        ctx: mlir.LoweringRuleContext, *values: Any, **params: Any
+        ctx: mlir.LoweringRuleContext, *values: ir.Value, **params: Any
     ) -> Sequence[Any]:
         names = ctx.name_stack.extend(scope_of(primitive, params))
         inside = ctx.replace(name_stack=names)

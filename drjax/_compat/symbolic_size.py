@@ -36,7 +36,7 @@ class _Size(shape_poly._DimExpr):
     def __hash__(self) -> int:
         return hash(self._plain)
 
-    def __eq__(self, other: Any) -> bool:
+    def __eq__(self, other: object) -> bool:
         if isinstance(other, _Size):
             return self._plain == other._plain
         if not isinstance(other, shape_poly._DimExpr):
@@ -54,7 +54,7 @@ def symbolic_size(name: str) -> Any:
     return _Size(name)
 
 
-def _is_symbolic(size: Any) -> bool:
+def _is_symbolic(size: object) -> bool:
     return isinstance(size, shape_poly._DimExpr)
 
 

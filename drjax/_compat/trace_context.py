@@ -6,7 +6,6 @@ Sharp edge: each thread has a context of its own.
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -36,7 +35,7 @@ def disable_jit() -> bool:
     return config.disable_jit.value
 
 
-def is_concrete(x: Any) -> bool:
+def is_concrete(x: object) -> bool:
     """Return whether the value of `x` is known, also if a tracer holds it."""
     return core.is_concrete(x)
 

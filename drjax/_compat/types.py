@@ -9,11 +9,13 @@ An array may be a tracer. An aval is the type of an array: shape, dtype, shardin
 jaxpr is closed unless its name or its type says that it is open.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import jax
 from jax._src import core
+from jax._src.effects import Effect
+from jax._src.source_info_util import SourceInfo
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr as ClosedJaxpr
@@ -41,20 +43,20 @@ if TYPE_CHECKING:
         @property
         def params(self) -> dict[str, Any]: ...
         @property
-        def effects(self) -> Any: ...
+        def effects(self) -> Set[Effect]: ...
         @property
-        def source_info(self) -> Any: ...
+        def source_info(self) -> SourceInfo: ...
         @property
-        def ctx(self) -> Any: ...
+        def ctx(self) -> core.JaxprEqnContext: ...
         def replace(
             self,
-            invars: Any = None,
-            outvars: Any = None,
-            primitive: Any = None,
-            params: Any = None,
-            effects: Any = None,
-            source_info: Any = None,
-            ctx: Any = None,
+            invars: list[Any] | None = None,
+            outvars: list[Any] | None = None,
+            primitive: core.Primitive | None = None,
+            params: dict[str, Any] | None = None,
+            effects: Set[Effect] | None = None,
+            source_info: SourceInfo | None = None,
+            ctx: core.JaxprEqnContext | None = None,
         ) -> "Eqn": ...
 
     class OpenJaxpr(Protocol):

@@ -6,7 +6,7 @@ plan -> `Picture` -> figure -> file
 """
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drjax._drawing.columns import LINE, PAD
 from drjax._drawing.positions import TITLE, Arrow, Box, Picture, layout
@@ -14,6 +14,9 @@ from drjax._errors import DrjaxValueError
 from drjax._plan.methods import implements
 from drjax._planner.arguments import check_known_shapes
 from drjax.plan import Plan
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 SETTINGS: Any = {
     "font.family": "DejaVu Sans Mono",
@@ -78,7 +81,7 @@ def figure_of(picture: Picture) -> Any:
     return figure
 
 
-def _paint_arrow(axes: Any, arrow: Arrow) -> None:
+def _paint_arrow(axes: "Axes", arrow: Arrow) -> None:
     """Draw an arrow into `matplotlib.axes.Axes` in points.
 
     Its kind determines its color, and whether it has a head.
@@ -96,7 +99,7 @@ def _paint_arrow(axes: Any, arrow: Arrow) -> None:
         )
 
 
-def _paint_box(axes: Any, box: Box) -> None:
+def _paint_box(axes: "Axes", box: Box) -> None:
     """Draw a box with its text into `matplotlib.axes.Axes` in points.
 
     Its kind determines its colors, and the size of its text.

@@ -84,15 +84,15 @@ def _signature(values: tuple[Value, ...]) -> str:
     return ", ".join(shown) or "nothing"
 
 
-def _sent(x: Any) -> str:
+def _sent(x: Reduce | Fold | Gather | Move) -> str:
     """Format what one group sends in a `Reduce`, `Fold` or `Move`: `40 B a group`.
 
     For a reduction, its options follow: how it is encoded, and whether its result is
     sharded or the sum secure.
     """
     text = f"{bytes_as_text(x.nbytes)} a group"
-    if getattr(x, "wire", None) is not None:
-        text += f" as {x.wire}"
+    if (wire := getattr(x, "wire", None)) is not None:
+        text += f" as {wire}"
     text += ", sharded" * (getattr(x, "sharded", False) is True)
     secure = getattr(x, "secure", 0)
     text += f", secure, of {secure} groups at least" if secure else ""

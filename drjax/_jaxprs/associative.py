@@ -91,7 +91,7 @@ def _nudged(x: Array) -> Array:
     return (x * (1 + 2 * jnp.finfo(x.dtype).eps)).astype(x.dtype)
 
 
-def _numbers(x: Any) -> np.ndarray:
+def _numbers(x: Array | np.ndarray) -> np.ndarray:
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
         x = jax.random.key_data(x)
     x = np.asarray(x)

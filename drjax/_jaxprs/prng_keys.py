@@ -9,17 +9,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 
+from drjax._compat.types import Array
 from drjax._plan.value import Value
 
 
-def is_key(dtype: Any) -> bool:
+def is_key(dtype: DTypeLike) -> bool:
     """Whether a dtype is that of typed keys, such as `jax.random.key` returns."""
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 @functools.lru_cache(maxsize=64)
-def key_impl(dtype: Any) -> str:
+def key_impl(dtype: DTypeLike) -> str:
     """Return the name of the implementation of keys of a dtype, such as "rbg"."""
     impls: list[str] = []
     # JAX names the implementation of a key, not of a dtype: trace with an abstract key.
@@ -41,7 +44,7 @@ def to_raw(x: Any) -> Any:
     return jax.random.key_data(x) if is_key(x.dtype) else x
 
 
-def from_raw(x: Any, dtype: Any) -> Any:
+def from_raw(x: Any, dtype: DTypeLike) -> Any:
     """Convert raw data, uint32 `[*s, k]`, back to keys, if `dtype` is one of keys.
 
     With another dtype, `x` is returned unchanged.
@@ -51,7 +54,7 @@ def from_raw(x: Any, dtype: Any) -> Any:
     return x
 
 
-def on_raw(fn: Callable[[Any], Any], x: Any) -> Any:
+def on_raw(fn: Callable[[Any], Any], x: Array | np.ndarray) -> Any:
     """Apply a function of arrays to `x`; of typed keys, to their raw data.
 
     The implementation of the keys may be any, also one that JAX knows by no name. The

@@ -270,5 +270,5 @@ def _unpickled(
     return _Planned(lambda: fn, groups, rematerialize)
 
 
-def _is_array(x: Any) -> bool:
+def _is_array(x: object) -> bool:
     return isinstance(x, jax.Array)

@@ -271,7 +271,7 @@ def _linearize(
     is_vjp: bool,
     nonzeros: Flags,
     *primals: Array,
-    jaxpr: Any,
+    jaxpr: ClosedJaxpr,
     options: Options,
     types: Types,
 ) -> Linearized:

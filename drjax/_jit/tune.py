@@ -122,7 +122,9 @@ class Tuned(Generic[P, R]):
         return step_size.fastest(count, seconds)
 
 
-def _groups_of_device(run: Any, args: tuple, kwargs: dict[str, Any]) -> int:
+def _groups_of_device(
+    run: jax.stages.Wrapped, args: tuple, kwargs: dict[str, Any]
+) -> int:
     """Return the most groups that can run at once on a device.
 
     That is the number of slots of a device, places for one group each, of which the
@@ -136,7 +138,9 @@ def _groups_of_device(run: Any, args: tuple, kwargs: dict[str, Any]) -> int:
     return 1
 
 
-def _least_seconds(run: Any, args: tuple, kwargs: dict[str, Any]) -> float:
+def _least_seconds(
+    run: jax.stages.Wrapped, args: tuple, kwargs: dict[str, Any]
+) -> float:
     """Measure the least time of several calls in seconds, without that of compiling.
 
     A first call, which is not timed, compiles. At most `_RUNS` calls are timed, and no

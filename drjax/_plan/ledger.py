@@ -7,7 +7,6 @@ with totals for each level. Sharp edges: `drjax.plan` exports it and makes the m
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._partition import Partition, integer_of
@@ -282,7 +281,9 @@ class Ledger(Record):
         )
 
 
-def checked_devices(names: Sequence[str], devices: Any) -> dict[str, int]:
+def checked_devices(
+    names: Sequence[str], devices: int | Mapping[str, int]
+) -> dict[str, int]:
     """Check the argument of `Plan.communication`, and return it as a dict from levels.
 
     `names` are those of the plan's levels, outermost first; a number of devices is that
@@ -298,7 +299,7 @@ def checked_devices(names: Sequence[str], devices: Any) -> dict[str, int]:
     return {name: _checked_count(count) for name, count in devices.items()}
 
 
-def _checked_count(devices: Any) -> int:
+def _checked_count(devices: int) -> int:
     """Check a number of devices that a user passed, and return it as an `int`."""
     count = integer_of(devices)
     if count is None:

@@ -9,7 +9,6 @@ the plan of an inner level, `Stage.inner`, is the function's own concern.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from drjax.plan import Fold, Plan, Stage, Step
 
@@ -22,7 +21,7 @@ def map_stages(fn: Callable[[Stage], Stage], plan: Plan) -> Plan:
     level, `stage.inner`, is not visited: `fn` may replace it.
     """
 
-    def mapped(step: Any) -> Step:
+    def mapped(step: Step) -> Step:
         if isinstance(step, Stage):
             return fn(step)
         if isinstance(step, Fold):

@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from drjax._errors import PlanError
 from drjax._partition import Partition
@@ -350,15 +350,15 @@ def resized(plan: Plan, n: int) -> Plan:
     assert own is not None
     new = replace(own, size=n)
 
-    def sized(x: Any) -> Any:
+    def sized(x: object) -> Any:
         if isinstance(x, Partition):
             return new if x == own else x
         if isinstance(x, Record):
-            names = {f.name for f in fields(cast(Any, x))}
+            names = {f.name for f in fields(x)}
             # An inner level is a partition of its own, also if it is an equal one.
             old = {name: getattr(x, name) for name in names - {"inner"}}
             changed = {k: y for k, v in old.items() if (y := sized(v)) is not v}
-            return replace(cast(Any, x), **changed) if changed else x
+            return replace(x, **changed) if changed else x
         if isinstance(x, tuple):
             items = tuple(map(sized, x))
             return x if all(a is b for a, b in zip(items, x, strict=True)) else items

@@ -26,6 +26,7 @@ class Record:
 
     # By name, as records of different modules have each other in their annotations.
     records: ClassVar[dict[str, type["Record"]]] = {}
+    __dataclass_fields__: ClassVar[dict[str, Any]]  # of the subclass
 
     def __init_subclass__(cls) -> None:
         Record.records[cls.__name__] = cls
@@ -58,7 +59,7 @@ def _checks(cls: type) -> list[tuple[str, str, Converter]]:
     ]
 
 
-def _text(hint: Any) -> str:
+def _text(hint: object) -> str:
     """Write a type as its annotation has it, without the names of modules."""
     if isinstance(hint, type) and not typing.get_args(hint):
         return hint.__name__
@@ -68,7 +69,7 @@ def _text(hint: Any) -> str:
     return f"tuple[{', '.join(args)}]"
 
 
-def _is_union(hint: Any) -> bool:
+def _is_union(hint: object) -> bool:
     return typing.get_origin(hint) in (Union, types.UnionType)
 
 
@@ -88,7 +89,7 @@ def _converter(hint: Any) -> Converter | None:
     return _instance_of(hint)
 
 
-def _int(x: Any) -> Any:
+def _int(x: object) -> Any:
     if type(x) is int:
         return x
     # A symbolic dimension has the arithmetic of integers, and no value.
@@ -101,13 +102,13 @@ def _int(x: Any) -> Any:
     return number
 
 
-def _bool(x: Any) -> bool:
+def _bool(x: object) -> bool:
     if not isinstance(x, bool | np.bool_):
         raise TypeError
     return bool(x)
 
 
-def _str(x: Any) -> str:
+def _str(x: object) -> str:
     if not isinstance(x, str):
         raise TypeError
     return x if type(x) is str else str(x)
@@ -117,7 +118,7 @@ _PLAIN: dict[Any, Converter] = {int: _int, bool: _bool, str: _str}
 
 
 def _first_of(converters: list) -> Converter:
-    def convert(x: Any) -> Any:
+    def convert(x: object) -> Any:
         for one in converters:
             try:
                 return one(x)
@@ -142,7 +143,7 @@ def _tuple_of(parts: tuple[Any, ...]) -> Converter:
             pairs = zip(each, xs, strict=True)
             return tuple(x if one is None else one(x) for one, x in pairs)
 
-    def convert(x: Any) -> tuple:
+    def convert(x: object) -> tuple:
         if not isinstance(x, tuple):
             raise TypeError
         new = of_items(x)
@@ -153,7 +154,7 @@ def _tuple_of(parts: tuple[Any, ...]) -> Converter:
 
 
 def _instance_of(cls: type) -> Converter:
-    def convert(x: Any) -> Any:
+    def convert(x: object) -> Any:
         if not isinstance(x, cls):
             raise TypeError
         return x

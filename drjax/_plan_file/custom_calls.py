@@ -140,7 +140,7 @@ def custom_calls_in(stablehlo_code: bytes) -> set[str]:
     """
     names = set()
 
-    def collect(op: Any) -> ir.WalkResult:
+    def collect(op: ir.Operation) -> ir.WalkResult:
         if op.name == "stablehlo.custom_call":
             names.add(ir.StringAttr(op.attributes["call_target_name"]).value)
         elif op.name in _OF_HOST:

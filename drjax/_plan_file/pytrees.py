@@ -55,7 +55,7 @@ class Tree:
         """Iterate over the paths of all leaves, as text of `jax.tree_util.keystr`."""
         return _paths(self.node, "")
 
-    def __eq__(self, other: Any) -> bool:
+    def __eq__(self, other: object) -> bool:
         """Return whether `other`, a `Tree` or a `PyTreeDef`, has the same description.
 
         False if `other` cannot be described without its class.

@@ -51,6 +51,6 @@ def step_class(name: str) -> type[Step]:
     return cls
 
 
-def has_default(default: Any) -> bool:
+def has_default(default: object) -> bool:
     """Whether a default of `fields_of` is one."""
     return default is not MISSING

@@ -117,7 +117,7 @@ class Signature:
         )
 
 
-def check(fn: Callable, partitioned: Any = None) -> Callable[..., Signature]:
+def check(fn: Callable, partitioned: PyTree = None) -> Callable[..., Signature]:
     """Infer which arguments and results of a program are global and which partitioned.
 
     Args:
@@ -155,7 +155,7 @@ def check(fn: Callable, partitioned: Any = None) -> Callable[..., Signature]:
     check_planned("drjax.check", fn, partitioned)
 
     @functools.wraps(fn)
-    def checker(*args: Any, **kwargs: Any) -> Signature:
+    def checker(*args: PyTree, **kwargs: PyTree) -> Signature:
         traced = trace(fn, partitioned, args, kwargs)
         kinds = inline_and_infer(traced.closed, traced.names, traced.declared)
         outs = result_names(traced.out_tree)

@@ -33,6 +33,7 @@ from drjax._primitives.map_columns import (
     evaluate_columns,
     types_of_columns,
 )
+from drjax._sharding.layout import Placement
 from drjax.plan import Broadcast, Columns, Plan, Reduce, Stage, Value
 
 # Not one of `drjax.primitives`: only the planner's own jaxprs have it.
@@ -56,7 +57,7 @@ def columns_by_gather(eqn: Eqn) -> ClosedJaxpr:
     # A plan over no coordinates has no groups; and without columns there is no gather.
     if not math.prod(p["coordinates"]) or GROUPS not in kinds[0]:
         run = functools.partial(evaluate_columns, **p)
-    params = {"partition": p["partition"], "mesh": eqn.params["mesh"]}
+    params: Placement = {"partition": p["partition"], "mesh": eqn.params["mesh"]}
     gather = functools.partial(gather_p.bind, sharded="auto")
     whole = lambda *xs: by_gather_and_scatter(
         run, xs, kinds, gather, scatter_p.bind, params

@@ -32,7 +32,15 @@ from jax.sharding import AxisType
 
 from drjax import _compat, primitives
 from drjax._compat.retype_mesh import without_high_level
-from drjax._compat.types import Array, Atom, ClosedJaxpr, Eqn, OpenJaxpr, Var
+from drjax._compat.types import (
+    Array,
+    Atom,
+    ClosedJaxpr,
+    Eqn,
+    OpenJaxpr,
+    SourceInfo,
+    Var,
+)
 from drjax._jaxprs.elementwise import ELEMENTWISE
 from drjax._jaxprs.eval_jaxpr import literal_value
 from drjax._jaxprs.provenance import called_by
@@ -480,7 +488,7 @@ def _with_explicit_broadcasts(eqn: Eqn) -> list[Eqn]:
 
 
 def _broadcast(
-    var: Atom, shape: tuple[int, ...], source_info: Any
+    var: Atom, shape: tuple[int, ...], source_info: SourceInfo
 ) -> tuple[list[Eqn], Var]:
     """Write equations that broadcast a variable's dimensions of size one.
 

@@ -50,7 +50,7 @@ from drjax.plan import Plan
 
 
 def make_plan(
-    fn: Callable, partitioned: Any = None, open_groups: bool = False
+    fn: Callable, partitioned: PyTree = None, open_groups: bool = False
 ) -> Callable[..., Plan]:
     """Turn a program into its normal form: server, broadcast, groups, reduce.
 
@@ -118,7 +118,7 @@ def make_plan(
     return planner
 
 
-def check_planned(caller: str, fn: Any, partitioned: PyTree) -> None:
+def check_planned(caller: str, fn: object, partitioned: PyTree) -> None:
     """Raise `DrjaxTypeError` if `fn` is no function, or `partitioned` has arrays.
 
     Whether `partitioned` fits the arguments is checked when these are known.

@@ -169,7 +169,7 @@ def _of_bodies(step: Loop) -> str | None:
     return next(filter(None, map(fixed_by, step.bodies)), None)
 
 
-def _resized_type(n: Any, value: Value, leaf: Any) -> Any:
+def _resized_type(n: int, value: Value, leaf: object) -> Any:
     """Return the type of an argument of the program, for another number of groups.
 
     It is a `jax.ShapeDtypeStruct` with n, or a symbol, along the group axis; `leaf`

@@ -8,7 +8,6 @@ Sharp edges: numbers are added in another order, so that only programs that have
 otherwise are rewritten.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from jax import lax
@@ -50,7 +49,7 @@ def without_ravels(program: InlinedJaxpr) -> InlinedJaxpr | None:
     return program.rewritten(live_equations(eqns, program.outvars), bodies)
 
 
-def _product(eqn: Eqn, sources: Sequence[Var]) -> Eqn | None:
+def _product(eqn: Eqn, sources: list[Var]) -> Eqn | None:
     """Write a product of two raveled arrays of one shape over all of their axes."""
     if eqn.primitive is not lax.dot_general_p or eqn.outvars[0].aval.ndim:
         return None
@@ -61,7 +60,7 @@ def _product(eqn: Eqn, sources: Sequence[Var]) -> Eqn | None:
     return eqn.replace(invars=sources, params=params) if x == y else None
 
 
-def _reduction(eqn: Eqn, sources: Sequence[Var]) -> Eqn | None:
+def _reduction(eqn: Eqn, sources: list[Var]) -> Eqn | None:
     """Write a reduction of a raveled array over all of its axes."""
     if eqn.primitive.name not in _REDUCTIONS or len(sources) != 1:
         return None

@@ -18,7 +18,6 @@ which is refused: it costs as much as `drjax.gather`, and should look like it.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -286,7 +285,7 @@ def _per_column(limits: Sequence[int], indices: Array) -> Array:
     return jnp.broadcast_to(jnp.array(limits, indices.dtype), indices.shape)
 
 
-def fill_value(dtype: np.dtype, value: Any) -> GlobalArray:
+def fill_value(dtype: np.dtype, value: complex | np.number | None) -> GlobalArray:
     """Return the scalar that a `gather` fills in for indices out of bounds.
 
     `value` is its parameter `fill_value`; None: the default of JAX for the dtype.

@@ -193,7 +193,7 @@ def _bind_for_group(
     return unbatched.run(eqn, operands)
 
 
-def _fence(x: Any) -> Any:
+def _fence(x: object) -> Any:
     """Put an optimization barrier behind `x`, a bitwise-observable slice; returns it.
 
     Otherwise XLA may fuse the equation that computes it into each of its users, and

@@ -24,7 +24,7 @@ an error (`check_transposable`).
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -78,12 +78,18 @@ from drjax._sharding.execute import (
     vary,
     with_sharding_of,
 )
-from drjax._sharding.layout import Layout, make_layout
+from drjax._sharding.layout import Layout, Placement, make_layout
 
 # ---------------------------------------------------------------------------------
 # broadcast: [*s] -> [n, *s]
 
 broadcast_p = registration.new_block("broadcast")
+
+
+class BroadcastParams(Placement, total=False):
+    """The parameters of `broadcast`: `execute_broadcast` has them."""
+
+    secure: int
 
 
 def execute_broadcast(
@@ -112,7 +118,7 @@ def _broadcast_abstract_eval(
 
 
 def _lower_broadcast(
-    ctx: LoweringRuleContext, x: MlirValue, **placement: Any
+    ctx: LoweringRuleContext, x: MlirValue, **placement: Unpack[BroadcastParams]
 ) -> Sequence[MlirValue]:
     """Lowering rule of `broadcast`, which also records its operand.
 
@@ -129,13 +135,22 @@ def _lower_broadcast(
 
 # <broadcast(x), y> = sum_i <x, y_i> = <x, reduce_sum(y)>
 def _broadcast_transpose(
-    ct: PartitionedArray, x: UndefinedPrimal, **params: Any
+    ct: PartitionedArray, x: UndefinedPrimal, **params: Unpack[BroadcastParams]
 ) -> list[GlobalArray]:
     return [reduce_sum_p.bind(ct, **params)]
 
 
 # ---------------------------------------------------------------------------------
 # reduce_sum: [n, *s] -> [*s]
+
+
+class SumOptions(TypedDict, total=False):
+    """The options of `reduce_sum` besides `sharded`: `execute_reduce_sum` has them."""
+
+    wire: Wire | None
+    secure: int
+    bound: float | None
+
 
 reduce_sum_p = registration.new_block("reduce_sum")
 
@@ -219,7 +234,7 @@ def _reduce_abstract_eval(
     partition: Partition,
     mesh: Mesh | None,
     sharded: bool = False,
-    **options: Any,
+    **options: Unpack[SumOptions],
 ) -> Aval:
     layout = make_layout(partition, mesh)
     # The execution casts to a dtype, and the result of a cast is not weakly typed.
@@ -254,12 +269,12 @@ def _reduce_sum_transpose(
     partition: Partition,
     mesh: Mesh | None,
     sharded: bool = False,
-    **options: Any,
+    **options: Unpack[SumOptions],
 ) -> list[PartitionedArray]:
     if sharded:
         ct = as_operand(ct, make_layout(partition, mesh), False)
     # The demand on a summand holds for its cotangent, and for what comes of that.
-    demand = {"secure": options["secure"]} if options.get("secure") else {}
+    demand = {"secure": secure} if (secure := options.get("secure")) else {}
     return [broadcast_p.bind(ct, partition=partition, mesh=mesh, **demand)]
 
 
@@ -281,7 +296,7 @@ def _lower_reduce_sum(
     slices in segments (`LoweredMap.placed`) the slices.
     """
     operand = x, ctx.avals_in[0]
-    placement = {"partition": partition, "mesh": mesh}
+    placement: Placement = {"partition": partition, "mesh": mesh}
     if (placed := placed_of(ctx, x, placement, np.add, 0)) is not None:
         params = {**placement, **options, "num": placed.num}
         return _compat.lower_function(
@@ -292,7 +307,7 @@ def _lower_reduce_sum(
         sums = a_map.sums(ctx)
         if index in sums:
             operand, placement = sums[index], a_map.device_placement
-    params = placement | options
+    params = {**placement, **options}
     return _compat.lower_cached_function(ctx, execute_reduce_sum, operand, **params)
 
 
@@ -489,7 +504,7 @@ def _scatter_abstract_eval(x: Aval, *, partition: Partition, mesh: Mesh | None) 
 
 # <scatter(x), y> = sum_i <x[i], y_i> = <x, gather(y)>
 def _scatter_transpose(
-    ct: PartitionedArray, x: UndefinedPrimal, **params: Any
+    ct: PartitionedArray, x: UndefinedPrimal, **params: Unpack[Placement]
 ) -> list[GlobalArray]:
     return [gather_p.bind(ct, **params)]
 

@@ -98,7 +98,7 @@ class GroupSums:
         if self.indices:
             self._live, self.used = _compat.select_outputs(jaxpr, self.per_group)
 
-    def _linear_equation(self, atom: Any) -> Eqn | None:
+    def _linear_equation(self, atom: Atom) -> Eqn | None:
         """Return the equation of an atom, if a sum over groups can pass through it.
 
         There are two sorts of such equations. The sum over groups of an addition,

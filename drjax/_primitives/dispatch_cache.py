@@ -102,7 +102,7 @@ def parameter_keys(
     )
 
 
-def _is_rule(value: Any) -> bool:
+def _is_rule(value: object) -> bool:
     """Whether `value` is a Python callable or JAX's wrapper of one, not a jaxpr.
 
     It distinguishes the derivative rules among the parameters of a `custom_jvp_call` or
@@ -112,7 +112,7 @@ def _is_rule(value: Any) -> bool:
     return is_function and not isinstance(value, _compat.JAXPR_TYPES)
 
 
-def value_key(value: Any, jaxpr_key: Callable[..., Any]) -> Any:
+def value_key(value: object, jaxpr_key: Callable[..., Any]) -> Any:
     """Compute a key for the value of an equation's parameter, or of a literal.
 
     Values with equal keys have the same type and are equal: 1, 1.0 and True have

@@ -18,7 +18,7 @@ of. An optimization barrier prevents that the compiler rematerializes x in betwe
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, Unpack
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +35,7 @@ from drjax._compat.types import (
     DeviceArray,
     GlobalArray,
     Mesh,
+    Params,
     PartitionedArray,
 )
 from drjax._partition import Partition
@@ -51,7 +52,7 @@ from drjax._primitives.segments import (
 )
 from drjax._sharding.avals import global_aval
 from drjax._sharding.execute import shard_map_over_devices, vary
-from drjax._sharding.layout import Layout, make_layout
+from drjax._sharding.layout import Layout, Placement, make_layout
 
 reduce_max_p = registration.new_block("reduce_max")
 reduce_min_p = registration.new_block("reduce_min")
@@ -184,11 +185,11 @@ def _jvp_rule(primitive: Primitive) -> Callable:
         primals: tuple[PartitionedArray],
         tangents: tuple[PartitionedArray],
         *,
-        partition: Any,
-        mesh: Any,
+        partition: Partition,
+        mesh: Mesh | None,
     ) -> tuple[GlobalArray, Tangent]:
         (x,), (dx,) = primals, tangents
-        params = dict(partition=partition, mesh=mesh)
+        params: Params = {"partition": partition, "mesh": mesh}
         # The compiler may duplicate the computation of x, with other rounding, for the
         # comparison. Then x_i = y for no i. The barrier makes both uses read one x.
         x = lax.optimization_barrier(x)
@@ -217,14 +218,13 @@ def _lowering_rule(
     """
 
     def alone(
-        ctx: LoweringRuleContext, x: MlirValue, **params: Any
+        ctx: LoweringRuleContext, x: MlirValue, **params: Unpack[Placement]
     ) -> Sequence[MlirValue]:
         aval: Aval = ctx.avals_in[0]
         placed = placed_of(ctx, x, params, ufunc, identity(aval.dtype))
         if placed is not None:
-            params = {**params, "num": placed.num}
             return _compat.lower_function(
-                ctx, execute, placed.operands, False, **params
+                ctx, execute, placed.operands, False, num=placed.num, **params
             )
         return _compat.lower_cached_function(ctx, execute, (x, aval), **params)
 

@@ -53,7 +53,7 @@ another. Results then vary over all axes over which an operand varies.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +87,7 @@ from drjax._primitives.map_columns import (
     trace_column,
 )
 from drjax._primitives.map_fn import (
+    MapParams,
     group_context,
     lowers_by_vmap,
     prepare_for_shard_map,
@@ -100,7 +101,7 @@ from drjax._sharding.execute import (
     vary,
     with_sharding_of,
 )
-from drjax._sharding.layout import Layout, make_layout, other_axes
+from drjax._sharding.layout import Layout, Placement, make_layout, other_axes
 
 reduce_fold_p = registration.new_block("reduce_fold", multiple_results=True)
 fold_tree_p = registration.new_block("fold_tree", multiple_results=True)
@@ -200,13 +201,26 @@ def _tree_abstract_eval(
 # Derivatives
 
 
+class FoldParams(MapParams):
+    """The parameters of `reduce_fold`, and of the value of `fold_tree`."""
+
+    jaxpr: ClosedJaxpr
+    n_states: int
+
+
+class TreeParams(FoldParams):
+    """The parameters of `fold_tree` but its mode."""
+
+    derivative: Any  # a `ClosedJaxpr`; None in the mode of the value
+
+
 def _jvp(
     primals: Sequence[Array],
     tangents: Sequence[Tangent],
     *,
     mode: FoldMode = VALUE,
     derivative: ClosedJaxpr | None = None,
-    **params: Any,
+    **params: Unpack[FoldParams],
 ) -> tuple[Sequence[Array], list[Tangent]]:
     """JVP rule of `reduce_fold`, and of the value of `fold_tree`."""
     n_states, jaxpr = params["n_states"], params["jaxpr"]
@@ -266,7 +280,7 @@ def _tree_jvp(
     tangents: Sequence[Tangent],
     *,
     mode: FoldMode,
-    **params: Any,
+    **params: Unpack[TreeParams],
 ) -> tuple[Sequence[Array], list[Tangent]]:
     """JVP rule of `fold_tree`; for second derivatives, if it is none of the value."""
     if mode.what == "value":
@@ -320,7 +334,7 @@ def _tree_transpose(
     cts: Sequence[Tangent],
     *args: Array | UndefinedPrimal,
     mode: FoldMode,
-    **params: Any,
+    **params: Unpack[TreeParams],
 ) -> list[Tangent | None]:
     """Transpose rule: of tangents their cotangents, of cotangents their tangents."""
     check_transposable(make_layout(params["partition"], params["mesh"]))
@@ -343,10 +357,11 @@ def _tree_transpose(
     if mode.what == "cotangents":
         every = list(outs)
         outs = iter([y for y, lin in zip(every, linear, strict=True) if lin])
-    return [None] * first + [
+    of_tangents = (
         with_sharding_of(next(outs), x.aval) if lin else None
         for x, lin in zip(args[first:], linear, strict=True)
-    ]
+    )
+    return [*[None] * first, *of_tangents]
 
 
 # ---------------------------------------------------------------------------------
@@ -371,14 +386,17 @@ def execute_fold_of_all(
     return fold_of_all(layout, jaxpr, derivative, n_states, mode)(*args)
 
 
-def folds_by_gather(eqn: Any) -> ClosedJaxpr:
+def folds_by_gather(eqn: Eqn) -> ClosedJaxpr:
     """Make the jaxpr that computes a `fold_tree` equation on the server of a plan.
 
     The jaxpr gathers what all groups have, computes by one `fold_of_all` equation, and
     scatters what is for each group.
     """
     params = {k: v for k, v in eqn.params.items() if k != "mesh"}
-    where = {"partition": eqn.params["partition"], "mesh": eqn.params["mesh"]}
+    where: Placement = {
+        "partition": eqn.params["partition"],
+        "mesh": eqn.params["mesh"],
+    }
     run = lambda *xs: fold_of_all_p.bind(*xs, **params)
     whole = lambda *xs: by_gather_and_scatter(
         run, xs, kinds_of(eqn), gather_p.bind, scatter_p.bind, where
@@ -518,7 +536,7 @@ def execute_fold(
     jaxprs = _jaxprs(jaxpr, derivative, n_states, mode, layout)
     if lowers_by_vmap(layout, jaxpr):
         run = fold_of_all(layout, jaxpr, derivative, n_states, mode)
-        params = {"partition": partition, "mesh": mesh}
+        params: Placement = {"partition": partition, "mesh": mesh}
         return by_gather_and_scatter(
             run, args, kinds, execute_gather, execute_scatter, params
         )

@@ -31,6 +31,7 @@ in another one, so the sums of a map are lowered once for each block with a use.
 these rules, programs compute the same and need more memory.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 from weakref import WeakKeyDictionary
@@ -39,10 +40,10 @@ from jax.extend.core import Primitive
 from jax.interpreters.mlir import LoweringRuleContext
 
 from drjax import _compat
+from drjax._sharding.layout import Placement
 
 MlirValue: TypeAlias = Any  # the types of MLIR are not public
 Operand = tuple[Any, Any]  # an MLIR value and its type
-Placement = dict[str, Any]  # the parameters `partition` and `mesh` of an equation
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ def lowered_equations(ctx: LoweringRuleContext) -> _LoweredEquations:
 
 
 def map_of(
-    ctx: LoweringRuleContext, value: MlirValue, placement: Placement
+    ctx: LoweringRuleContext, value: MlirValue, placement: Mapping[str, object]
 ) -> tuple[LoweredMap | None, int]:
     """Return the map of which an MLIR value is a result, and the result's position.
 

@@ -43,7 +43,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,6 @@ from drjax._compat.types import (
     Flags,
     GlobalArray,
     Mesh,
-    Params,
     PartitionedArray,
 )
 from drjax._partition import Partition
@@ -72,6 +71,7 @@ from drjax._primitives.collectives import (
 )
 from drjax._primitives.device_sums import accumulator, psum
 from drjax._primitives.map_fn import (
+    MapParams,
     group_context,
     lowers_by_vmap,
     prepare_for_shard_map,
@@ -79,7 +79,7 @@ from drjax._primitives.map_fn import (
 from drjax._primitives.registration import AxisData, Tangent
 from drjax._sharding.avals import column_aval, columns_aval
 from drjax._sharding.execute import shard_map_over_devices, vary, with_sharding_of
-from drjax._sharding.layout import Layout, make_layout
+from drjax._sharding.layout import Layout, Placement, make_layout
 
 map_columns_p = registration.new_block("map_columns", multiple_results=True)
 
@@ -177,7 +177,7 @@ def execute_columns(
             coordinates=shape,
             partition=partition,
         )
-        params = {"partition": partition, "mesh": mesh}
+        params: Placement = {"partition": partition, "mesh": mesh}
         return by_gather_and_scatter(
             run, args, kinds, execute_gather, execute_scatter, params
         )
@@ -228,7 +228,7 @@ def by_gather_and_scatter(
     kinds: tuple[Kinds, Kinds],
     gather: Callable[..., GlobalArray],
     scatter: Callable[..., PartitionedArray],
-    params: Params,
+    params: Placement,
 ) -> list[Array]:
     """Run a function of all groups' slices, between a gather and a scatter.
 
@@ -387,12 +387,20 @@ def _all_columns(
 # Derivatives
 
 
+class ColumnParams(MapParams):
+    """The parameters of `map_columns` but its jaxpr and the kinds of its operands."""
+
+    coordinates: tuple[int, ...]
+
+
 def _bind_live(
     jaxpr: ClosedJaxpr,
     used_outputs: Flags,
     args: Sequence[Array],
     kinds_in: Kinds,
-    **params: Any,
+    *,
+    kinds_out: Kinds,
+    **params: Unpack[ColumnParams],
 ) -> list[Array]:
     """Bind `map_columns` for a jaxpr without what its unused results need.
 
@@ -400,9 +408,9 @@ def _bind_live(
     that only dead code uses are left out. The jaxpr may have constants, as users'
     derivative rules close over arrays: they become operands of the kind "whole".
 
-    `used_outputs` says for each result of the jaxpr whether to compute it; the kinds in
-    `params` are those of the used results, which are returned. If none is used, nothing
-    is bound.
+    `used_outputs` says for each result of the jaxpr whether to compute it; `kinds_out`
+    are those of the used results, which are returned. If none is used, nothing is
+    bound.
     """
     if not any(used_outputs):
         return []
@@ -411,7 +419,11 @@ def _bind_live(
     args, kinds_in = [*consts, *args], [*[WHOLE] * len(consts), *kinds_in]
     select = lambda xs: [x for x, u in zip(xs, used, strict=True) if u]
     return map_columns_p.bind(
-        *select(args), jaxpr=jaxpr, kinds_in=tuple(select(kinds_in)), **params
+        *select(args),
+        jaxpr=jaxpr,
+        kinds_in=tuple(select(kinds_in)),
+        kinds_out=kinds_out,
+        **params,
     )
 
 
@@ -424,7 +436,7 @@ def _jvp(
     jaxpr: ClosedJaxpr,
     kinds_in: Kinds,
     kinds_out: Kinds,
-    **params: Any,
+    **params: Unpack[ColumnParams],
 ) -> tuple[Sequence[Array], Sequence[Tangent]]:
     outs = map_columns_p.bind(
         *primals, jaxpr=jaxpr, kinds_in=kinds_in, kinds_out=kinds_out, **params
@@ -444,7 +456,7 @@ def tangents_of_columns(
     jaxpr: ClosedJaxpr,
     kinds_in: Kinds,
     kinds_out: Kinds,
-    **params: Any,
+    **params: Unpack[ColumnParams],
 ) -> list[Tangent]:
     """Compute the tangents of a `map_columns` equation, without its results.
 
@@ -478,7 +490,7 @@ def _transpose(
     jaxpr: ClosedJaxpr,
     kinds_in: Kinds,
     kinds_out: Kinds,
-    **params: Any,
+    **params: Unpack[ColumnParams],
 ) -> list[Tangent | None]:
     """Transpose by one equation, for all linear operands."""
     layout = make_layout(params["partition"], params["mesh"])
@@ -590,7 +602,7 @@ def _batch(
     kinds_in: Kinds,
     kinds_out: Kinds,
     coordinates: tuple[int, ...],
-    **params: Any,
+    **params: Unpack[MapParams],
 ) -> tuple[Sequence[Array], list[int | None]]:
     """Batch the jaxpr of one coordinate.
 

@@ -63,7 +63,7 @@ and AD never transposes through it. `vmap` costs an all-reduce per step of a
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -97,7 +97,6 @@ from drjax._primitives.lowered_equations import (
     MlirValue,
     Operand,
     PlacedResult,
-    Placement,
     lowered_equations,
 )
 from drjax._primitives.ordered_callbacks import rewrite_ordered_callbacks
@@ -114,7 +113,13 @@ from drjax._sharding.execute import (
     vary,
     with_sharding_of,
 )
-from drjax._sharding.layout import Layout, axes_of_groups, make_layout, other_axes
+from drjax._sharding.layout import (
+    Layout,
+    Placement,
+    axes_of_groups,
+    make_layout,
+    other_axes,
+)
 from drjax._sharding.padding import (
     copy_slice_to_padding,
     for_real_groups,
@@ -226,13 +231,21 @@ def execute_map(
 # Derivatives
 
 
-def _outer_avals(jaxpr: ClosedJaxpr, params: Params) -> list[Aval]:
+class MapParams(Placement):
+    """The parameters of a map but its jaxpr."""
+
+    name: str
+
+
+def _outer_avals(jaxpr: ClosedJaxpr, params: MapParams) -> list[Aval]:
     """List the types of a map's results, `[n, *t]`, from its per-group jaxpr."""
     layout = make_layout(params["partition"], params["mesh"])
     return [partitioned_aval(aval, layout) for aval in jaxpr.out_avals]
 
 
-def _bind(jaxpr: ClosedJaxpr, args: Sequence, **params: Any) -> list[PartitionedArray]:
+def _bind(
+    jaxpr: ClosedJaxpr, args: Sequence, **params: Unpack[MapParams]
+) -> list[PartitionedArray]:
     """Bind `map_fn` for the jaxpr of a derivative, which may have constants.
 
     Users' derivative rules close over arrays, which are constants of the jaxpr. They
@@ -262,7 +275,7 @@ def _jvp(
     tangents: Sequence[Tangent],
     *,
     jaxpr: ClosedJaxpr,
-    **params: Any,
+    **params: Unpack[MapParams],
 ) -> tuple[Sequence[Array], Sequence[Tangent]]:
     nonzeros = [type(t) is not _compat.Zero for t in tangents]
     with group_context(make_layout(params["partition"], params["mesh"])):
@@ -280,7 +293,7 @@ def _linearize(
     nonzeros: Flags,
     *primals: PartitionedArray,
     jaxpr: ClosedJaxpr,
-    **params: Any,
+    **params: Unpack[MapParams],
 ) -> tuple[Sequence[Array], Flags, Residuals, Callable[..., Sequence[Tangent]]]:
     """Linearize a map: one map for the results, bound now, and a linear one.
 
@@ -309,7 +322,7 @@ def _transpose(
     cts: Sequence[Tangent],
     *args: Array | UndefinedPrimal,
     jaxpr: ClosedJaxpr,
-    **params: Any,
+    **params: Unpack[MapParams],
 ) -> list[Tangent | None]:
     linear = tuple(ad.is_undefined_primal(x) for x in args)
     nonzero = tuple(type(ct) is not _compat.Zero for ct in cts)
@@ -332,7 +345,7 @@ def _transpose(
 # Cached: an eager backward pass transposes the same jaxpr at each step of training.
 @_compat.weakref_lru_cache
 def _transpose_jaxpr(
-    jaxpr: Any,
+    jaxpr: ClosedJaxpr,
     linear: tuple[bool, ...],
     nonzero: tuple[bool, ...],
     avals: tuple[Aval, ...],
@@ -354,7 +367,9 @@ def _transpose_jaxpr(
     transposed, nonzero_in = registration.backward_function(jaxpr, linear, nonzero)
     if leaves_out:
         transposed = _zero_for_zeros(transposed, len(avals) - sum(nonzero))
-    own = [a for a, lin in zip(jaxpr.in_avals, linear, strict=True) if not lin]
+    own: list[Aval] = [
+        a for a, lin in zip(jaxpr.in_avals, linear, strict=True) if not lin
+    ]
     own += [a for a, nz in zip(jaxpr.out_avals, nonzero, strict=True) if nz]
     with group_context(layout):
         # Where JAX itself makes Explicit axes Auto, as jax.random.gamma does, residuals
@@ -417,7 +432,7 @@ def _zero_for_zeros(
 
 
 def _partial_eval(
-    trace: Any, *tracers: JaxprTracer, **params: Any
+    trace: _compat.JaxprTrace, *tracers: JaxprTracer, **params: Any
 ) -> Sequence[PartitionedArray | JaxprTracer]:
     """Split the map into a known and an unknown one.
 
@@ -474,7 +489,7 @@ def _batch(
     dims: Sequence[int | None],
     *,
     jaxpr: ClosedJaxpr,
-    **params: Any,
+    **params: Unpack[MapParams],
 ) -> tuple[Sequence[Array], list[int | None]]:
     """Batch the per-group jaxpr, with the group axis first.
 
@@ -821,7 +836,7 @@ def _lower_map(
     result for it: the part of the reduction on each device of the inner level. Before
     JAX 0.12, it does not if the mesh has Explicit axes that are not the partition's.
     """
-    placement = {"partition": params["partition"], "mesh": params["mesh"]}
+    placement: Placement = {"partition": params["partition"], "mesh": params["mesh"]}
     lowered = lowered_equations(ctx)
     operands, shared = list(zip(args, ctx.avals_in, strict=True)), []
     for i, arg in enumerate(args):

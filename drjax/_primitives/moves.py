@@ -49,6 +49,7 @@ from drjax._compat.types import (
     Array,
     Aval,
     DeviceArray,
+    Eqn,
     GlobalArray,
     Mesh,
     PartitionedArray,
@@ -265,7 +266,7 @@ def execute_put_add(
                        result=result)  # fmt: skip
 
 
-def partitions_of(eqn: Any) -> tuple[Partition, Partition]:
+def partitions_of(eqn: Eqn) -> tuple[Partition, Partition]:
     """Return the partitions of the first operand and of the result of a building block.
 
     Both are the parameter `partition` of the equation, but for `take` and `put_add`.

@@ -59,7 +59,7 @@ from drjax._sharding.execute import (
     shard_map_over_levels,
     vary,
 )
-from drjax._sharding.layout import Layout, make_layout
+from drjax._sharding.layout import Layout, Placement, make_layout
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _partial_reduction_rule(
     before in the same module, for the same partition and mesh; no slice for each group
     is stored. Else the slices of each device are reduced.
     """
-    placement = {"partition": partition, "mesh": mesh}
+    placement: Placement = {"partition": partition, "mesh": mesh}
     a_map, index = map_of(ctx, x, placement)
     if a_map is not None and _REDUCTIONS[reduction].is_sum:
         sums = a_map.sums(ctx)

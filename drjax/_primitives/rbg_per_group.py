@@ -53,7 +53,7 @@ def rewrite_draws(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     return rewrite_equations(jaxpr, _rewrite_draw)
 
 
-def _is_draw(eqn: Any) -> bool:
+def _is_draw(eqn: Eqn) -> bool:
     """Whether a jaxpr's equation is a draw that JAX batches with the first key only.
 
     Such draws are `rng_bit_generator`, and the `random_*` primitives in `_DRAWS` if the

@@ -34,18 +34,18 @@ from jax.sharding import AxisType, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from drjax import _compat
+from drjax._compat import UndefinedPrimal
 from drjax._compat.types import Array, Atom, Aval, ClosedJaxpr, DeviceArray
 from drjax._jaxprs import walk
 from drjax._primitives import registration
 from drjax._primitives.lowered_equations import (
     MlirValue,
     PlacedResult,
-    Placement,
     map_of,
 )
 from drjax._primitives.registration import Tangent
 from drjax._sharding.execute import vary
-from drjax._sharding.layout import Layout, other_axes
+from drjax._sharding.layout import Layout, Placement, other_axes
 
 place_in_segment_p = registration.new_primitive("place_in_segment")
 slice_of_segment_p = registration.new_primitive("slice_of_segment")
@@ -202,15 +202,15 @@ def _slice_jvp(
 
 # <place(g, x), y> = <x, y[g]>: with zeros around x, each is the other's transpose.
 def _place_transpose(
-    ct: Any, segment: Array, slice_: Any, *, num: int, fill: ArrayLike
+    ct: Tangent, segment: Array, slice_: UndefinedPrimal, *, num: int, fill: ArrayLike
 ) -> list[Any]:
-    if type(ct) is _compat.Zero:
+    if isinstance(ct, _compat.Zero):
         return [None, _compat.Zero(slice_.aval)]
     return [None, slice_of_segment(segment, ct)]
 
 
-def _slice_transpose(ct: Any, segment: Array, table: Any) -> list[Any]:
-    if type(ct) is _compat.Zero:
+def _slice_transpose(ct: Tangent, segment: Array, table: UndefinedPrimal) -> list[Any]:
+    if isinstance(ct, _compat.Zero):
         return [None, _compat.Zero(table.aval)]
     return [None, place_in_segment(segment, ct, table.aval.shape[0], 0)]
 

@@ -8,7 +8,6 @@ Invariants: infinities and NaNs of other groups do not leak in.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +38,9 @@ def as_int32(index: jax.Array, low: int, high: int) -> jax.Array:
     return index.astype(jnp.int32)
 
 
-def count_from_end(index: Any, n: Array | int) -> Array:
+def count_from_end(
+    index: Array | np.ndarray | np.integer | int, n: Array | int
+) -> Array:
     """Add n to negative group indices, array-like; one below -n stays negative."""
     return jnp.where(jnp.asarray(index) < 0, index + n, index)
 

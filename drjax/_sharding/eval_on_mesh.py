@@ -85,14 +85,14 @@ def in_same_sharding(operands: Sequence[Any]) -> list[Any]:
     return [*map(reshard, operands)]
 
 
-def _gathered(x: Any) -> Any:
+def _gathered(x: Array) -> Any:
     """Reshard an array so that no Explicit axis shards it."""
     if not _is_sharded(x):
         return x
     return jax.sharding.reshard(x, jax.typeof(x).sharding.update(spec=P()))
 
 
-def _is_sharded(x: Any) -> bool:
+def _is_sharded(x: Array) -> bool:
     """Return whether a dimension of an array is sharded over Explicit axes."""
     return any(part is not None for part in jax.typeof(x).sharding.spec)
 

@@ -22,7 +22,14 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from drjax import _compat
-from drjax._compat.types import Array, Aval, Flags, GlobalArray, PartitionedArray
+from drjax._compat.types import (
+    Array,
+    Aval,
+    Flags,
+    GlobalArray,
+    PartitionedArray,
+    PyTree,
+)
 from drjax._jaxprs.prng_keys import on_raw
 from drjax._sharding.avals import inner_spec
 from drjax._sharding.layout import Layout
@@ -218,8 +225,8 @@ def undivided_if_uneven(x: GlobalArray, layout: Layout, axis: int) -> GlobalArra
 def shard_map(
     layout: Layout,
     fn: Callable[..., Any],
-    in_specs: Any,
-    out_specs: Any,
+    in_specs: P | Sequence[P],
+    out_specs: PyTree,
     check_vma: bool = True,
 ) -> Callable[..., Any]:
     """Map `fn` by `jax.shard_map` over the partition's mesh axes only.
@@ -272,7 +279,7 @@ def vary(x: Any, axes: Iterable[str]) -> Any:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def full_of_type(like: Any, fill: ArrayLike) -> Array:
+def full_of_type(like: Aval, fill: ArrayLike) -> Array:
     """Make an array of the type of `like`, with the number `fill` in each element.
 
     It has the shape and dtype of `like`, a `jax.ShapeDtypeStruct` such as
@@ -314,7 +321,7 @@ def as_operand(x: Array, layout: Layout, partitioned: bool) -> Array:
     return x
 
 
-def with_sharding_of(x: Any, aval: Aval) -> Any:
+def with_sharding_of(x: Array | _compat.Zero, aval: Aval) -> Any:
     """Reshard an array to the sharding of a type, on Explicit axes.
 
     Elsewhere the array is returned unchanged; a symbolic zero always is. On Explicit

@@ -25,7 +25,7 @@ Sharp edges:
 import functools
 import logging
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from drjax import _compat
-from drjax._compat.types import Array, DeviceArray
+from drjax._compat.types import Array, DeviceArray, PyTree
 from drjax._context import current_scope, planned
 from drjax._errors import MeshError
 from drjax._partition import Partition
@@ -46,11 +46,18 @@ _logger = logging.getLogger("drjax")
 SpecEntry: TypeAlias = str | tuple[str, ...] | None
 
 
+class Placement(TypedDict):
+    """The parameters of all equations of drjax, from which their layout is made."""
+
+    partition: Partition
+    mesh: Mesh | AbstractMesh | None
+
+
 # ---------------------------------------------------------------------------------
 # Finding the mesh
 
 
-def axis_sizes(mesh: Any, shardings: Any) -> dict[str, int]:
+def axis_sizes(mesh: Mesh | AbstractMesh | None, shardings: PyTree) -> dict[str, int]:
     """Return the sizes of the axes of a compiled function's mesh by name, major first.
 
     The mesh is the one that the user passed; else the one in context; else the largest
@@ -66,7 +73,9 @@ def axis_sizes(mesh: Any, shardings: Any) -> dict[str, int]:
     return {} if mesh is None else dict(mesh.shape)
 
 
-def slices_of_devices(mesh: Any, shardings: Any) -> tuple[int, ...]:
+def slices_of_devices(
+    mesh: Mesh | AbstractMesh | None, shardings: PyTree
+) -> tuple[int, ...]:
     """Return the TPU slice of each device of a compiled function's mesh, major first.
 
     () if no mesh with devices is known, or these are not in slices.
@@ -81,7 +90,7 @@ def slices_of_devices(mesh: Any, shardings: Any) -> tuple[int, ...]:
     return ()
 
 
-def _check_is_mesh(mesh: Any) -> None:
+def _check_is_mesh(mesh: object) -> None:
     """Raise `MeshError` unless the user's argument `mesh=` is a mesh or None."""
     if not (mesh is None or isinstance(mesh, Mesh | AbstractMesh)):
         raise MeshError(
@@ -96,7 +105,9 @@ def _mesh_in_context() -> Mesh | AbstractMesh | None:
     return _compat.legacy_mesh() if context.empty else context
 
 
-def find_mesh(partition: Partition, mesh: Any = None) -> Mesh | AbstractMesh | None:
+def find_mesh(
+    partition: Partition, mesh: Mesh | AbstractMesh | None = None
+) -> Mesh | AbstractMesh | None:
     """Choose the mesh to shard a partition over; None: the program then runs locally.
 
     `mesh` is the one that the user passed, or None for the one in context: that of
@@ -186,7 +197,7 @@ def _check_devices(mesh: Mesh, current: Mesh) -> None:
             )
 
 
-def _show(mesh: Any) -> str:
+def _show(mesh: Mesh | AbstractMesh) -> str:
     """Format a mesh for an error, axes with sizes: `(clients: 4, model: 2)`."""
     return "(" + ", ".join(f"{k}: {v}" for k, v in mesh.shape_tuple) + ")"
 
@@ -317,7 +328,7 @@ class Layout:
         It has those axes of the partition that are Explicit, as only these are in
         types. None if there are none, or if the layout is not sharded.
         """
-        if not self.sharded:
+        if self.mesh is None or not self.sharded:
             return None
         types = _axis_types(self.mesh)
         entry = tuple(a for a in self.axes if types[a] == AxisType.Explicit)
@@ -418,12 +429,14 @@ def other_axes(layout: Layout) -> list[str]:
     ]
 
 
-def _axis_types(mesh: Any) -> dict[str, AxisType]:
+def _axis_types(mesh: Mesh | AbstractMesh) -> dict[str, AxisType]:
     """Map the name of each axis of a mesh to its type: Auto, Explicit or Manual."""
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
 
-def host_sharding(partition: Partition, mesh: Any) -> NamedSharding | None:
+def host_sharding(
+    partition: Partition, mesh: Mesh | AbstractMesh | None
+) -> NamedSharding | None:
     """Choose the sharding in which `drjax.shard` places data `[n, ...]` on the devices.
 
     It divides axis 0 over the partition's mesh axes. It is replicated if the devices do
@@ -438,10 +451,11 @@ def host_sharding(partition: Partition, mesh: Any) -> NamedSharding | None:
         _log_copies(partition, layout.devices)
     spec = P() if layout.uneven or layout.manual else P(layout.axes)
     if isinstance(mesh, AbstractMesh) and not _compat.under_trace():
-        mesh = jax.sharding.get_mesh()  # the context's, with its devices
-        if mesh.empty:
+        concrete = jax.sharding.get_mesh()  # the context's, with its devices
+        if concrete.empty:
             raise MeshError(
                 "drjax.shard needs devices, but the mesh in context, "
-                f"{_show(layout.mesh)}, is abstract. Use jax.set_mesh, or pass mesh=."
+                f"{_show(mesh)}, is abstract. Use jax.set_mesh, or pass mesh=."
             )
+        mesh = concrete
     return NamedSharding(mesh, spec)

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
+from drjax._compat.types import PyTree
 from drjax._drawing.print_plan import bytes_as_text
 from drjax._error_texts import called_in_two_steps
 from drjax._errors import DrjaxTypeError, MeshError
@@ -341,7 +342,7 @@ def totals(
 # Reading
 
 
-def _peak_bytes(memory: Any, shardings: Any) -> int:
+def _peak_bytes(memory: Any, shardings: PyTree) -> int:
     """Return the most bytes that live at once, from XLA's `CompiledMemoryStats`.
 
     On CPUs, its peak counts arguments and results only.

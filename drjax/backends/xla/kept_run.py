@@ -55,7 +55,7 @@ class KeptRun:
 
         self._run = jax.jit(run, donate_argnums=0)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
         staying, others, handles = self._flat_arguments(args, kwargs)
         staying, others = self._run(staying, others)
         for handle in handles:

@@ -75,7 +75,7 @@ def checked(
     return _positive(caller, "groups_per_step", groups_per_step, otherwise)
 
 
-def _positive(caller: str, name: str, value: Any, otherwise: str) -> int:
+def _positive(caller: str, name: str, value: object, otherwise: str) -> int:
     """Check that an option is a positive integer, and return it as an int.
 
     `otherwise` is for errors: the other values that the option may have.

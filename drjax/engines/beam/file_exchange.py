@@ -382,7 +382,7 @@ def _pieces(
 _EMPTY_BLOCK = Block(np.zeros(0, np.int32), np.zeros(0, bool), [])
 
 
-def _readable_by_workers(x: Any) -> bool:
+def _readable_by_workers(x: object) -> bool:
     """Return whether workers can read a partitioned input without the driver.
 
     True only for a `Lazy` of a `Groups` whose `bounds()` is not None, such as Parquet

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from drjax._compat.types import PyTree
 from drjax._errors import EngineError
 from drjax._extras import needed
 from drjax.backends import _python_loops
@@ -129,7 +130,7 @@ class Runner:
         """The plan file that workers get."""
         return self.executable.file
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
         # Around the arguments too: without x64, 64-bit ones would be cast to 32 bits.
         with self.executable.precision():
             args, kwargs, handles = self.kept.open(args, kwargs)

@@ -76,7 +76,7 @@ class KeptResults:
         """
         return self._keep.open(args, kwargs, self._start)
 
-    def _start(self, pair: KeptPair, x: Any) -> list[WorkerSlices] | None:
+    def _start(self, pair: KeptPair, x: object) -> list[WorkerSlices] | None:
         """Make the leaves of a kept argument that each worker loads itself, if it does.
 
         In the first call there is no `Kept` yet, and `x` is what the caller passed.

@@ -43,7 +43,7 @@ from drjax.engines.flower import (
 from drjax.engines.flower.assignment import Assignment
 from drjax.engines.flower.background import Background
 from drjax.engines.flower.claim_queries import ClaimQueries, ClientFailed
-from drjax.engines.flower.untrusted_replies import BadReply
+from drjax.engines.flower.untrusted_replies import BadReply, Context, Message
 from drjax.engines.slices.groups import Remote
 from drjax.engines.slices.kept import Keep
 from drjax.engines.slices.worker_slices import Keeping
@@ -51,8 +51,6 @@ from drjax.plan import Plan, Value
 
 # Of Flower, which users may lack.
 Grid: TypeAlias = Any
-Context: TypeAlias = Any
-Message: TypeAlias = Any
 
 # Records of the context's state: slices that stay with the client, and code of stages.
 _STATE, _CODE = "drjax", "drjax_code"

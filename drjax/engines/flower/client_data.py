@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from drjax._compat.types import PyTree
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._jaxprs.prng_keys import to_raw
 from drjax._plan.normal_form import rounds_of
@@ -367,7 +368,7 @@ def _slices(
     return slices
 
 
-def _checked_leaves(data: Any, header: dict[str, Any]) -> list[np.ndarray]:
+def _checked_leaves(data: PyTree, header: dict[str, Any]) -> list[np.ndarray]:
     """Check that a group's data has the planned structure and types; return its leaves.
 
     These are numpy arrays, random keys as raw data. The fields of the header are

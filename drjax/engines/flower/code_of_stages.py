@@ -23,7 +23,7 @@ from drjax._plan_file.load import plan_from_bytes
 from drjax.engines.core.executable_plan import ExecutablePlan
 from drjax.engines.core.messages import File
 from drjax.engines.flower import untrusted_replies
-from drjax.engines.flower.untrusted_replies import BadReply
+from drjax.engines.flower.untrusted_replies import BadReply, Message
 from drjax.plan import Plan
 
 _KEY, _KEYS, _CODE, _NEEDS = "stage", "stages", "code", "needs"
@@ -95,7 +95,7 @@ class SentCode:
         return fields
 
 
-def asks(reply: Any) -> bool:
+def asks(reply: Message) -> bool:
     """Return whether a reply, of any content, asks for the code of its request."""
     try:
         return not reply.has_error() and (

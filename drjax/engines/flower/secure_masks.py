@@ -39,7 +39,7 @@ def masks(
     return [x.reshape(d) for x, d in zip(pieces, dimensions_list, strict=True)]
 
 
-def _copy(fn: FunctionType, **names: Any) -> FunctionType:
+def _copy(fn: FunctionType, **names: object) -> FunctionType:
     """Copy a Flower function that looks up `names`, to look up these in their place."""
     if missing := {*names} - {*fn.__code__.co_names}:
         raise EngineError(

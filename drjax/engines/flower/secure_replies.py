@@ -14,12 +14,12 @@ import numpy as np
 
 from drjax._extras import needed
 from drjax.engines.flower import untrusted_replies
-from drjax.engines.flower.untrusted_replies import BadReply
+from drjax.engines.flower.untrusted_replies import BadReply, Message
 
 _LONGEST = 4096  # bytes of a key, or of an encrypted share
 
 
-def fields_of(reply: Any, now: str, nodes: set[int], length: int) -> dict[str, Any]:
+def fields_of(reply: Message, now: str, nodes: set[int], length: int) -> dict[str, Any]:
     """Validate the fields of the protocol in a client's reply, a Flower message.
 
     `now` is the name of the exchange that runs, a method of Flower's workflow, such as
@@ -72,14 +72,14 @@ def check_keys(fields: dict[str, Any], seen: set[bytes]) -> None:
         seen.add(data)
 
 
-def _items(name: str, x: Any, count: int) -> list[Any]:
+def _items(name: str, x: object, count: int) -> list[Any]:
     """Copy a field, or raise `BadReply` if it is no list of `count` items."""
     if not isinstance(x, list) or len(x) != count:
         raise BadReply(f"its {name} has not {count} items")
     return [*x]
 
 
-def _short_bytes(name: str, x: Any, count: int) -> list[bytes]:
+def _short_bytes(name: str, x: object, count: int) -> list[bytes]:
     """Copy a field, or raise `BadReply` if it is no list of `count` short `bytes`."""
     items = _items(name, x, count)
     if any(type(item) is not bytes or len(item) > _LONGEST for item in items):
@@ -87,7 +87,7 @@ def _short_bytes(name: str, x: Any, count: int) -> list[bytes]:
     return items
 
 
-def _check_array(data: Any, length: int) -> None:
+def _check_array(data: object, length: int) -> None:
     """Raise `BadReply` unless `data` is an int64 array `[length]` as a `.npy` file."""
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(

@@ -45,7 +45,7 @@ from drjax.engines.flower import (
 )
 from drjax.engines.flower.assignment import Assignment
 from drjax.engines.flower.code_of_stages import SentCode, asks
-from drjax.engines.flower.untrusted_replies import BadReply, Partial
+from drjax.engines.flower.untrusted_replies import BadReply, Context, Message, Partial
 from drjax.plan import Exchange, Plan
 
 _POLL = 0.1  # seconds between looks for replies
@@ -121,14 +121,14 @@ def least_groups(partials: Sequence[Partial], clients: int) -> int:
 # The client
 
 
-def is_step(message: Any) -> bool:
+def is_step(message: Message) -> bool:
     """Return whether a Flower message to a client is of the SecAgg protocol."""
     return secure_replies.configs_key() in message.content.config_records
 
 
 def answer(
-    message: Any,
-    context: Any,
+    message: Message,
+    context: Context,
     load: Callable[[], Any],
     code: bytes | None = None,
     min_groups: int = 0,
@@ -166,7 +166,7 @@ def answer(
             forget(context)
 
 
-def forget(context: Any) -> None:
+def forget(context: Context) -> None:
     """Delete a client's keys, and its shares of others' secrets, if it has any."""
     context.state.config_records.pop(secure_replies.constants().RECORD_KEY_STATE, None)
 
@@ -185,7 +185,7 @@ def _check_unmasking(fields: Mapping[str, Any]) -> None:
         )
 
 
-def _check_shares(fields: Mapping[str, Any], context: Any) -> None:
+def _check_shares(fields: Mapping[str, Any], context: Context) -> None:
     """Raise `ValueError` with the node whose share this client cannot decrypt."""
     module = needed(secure_masks.CLIENT, "flower", "Flower")
     constants = secure_replies.constants()
@@ -213,8 +213,8 @@ class _Failed(Exception):
 
 
 def _run_to_be_masked(
-    message: Any,
-    context: Any,
+    message: Message,
+    context: Context,
     load: Callable[[], Any],
     code: bytes | None,
     min_groups: int,
@@ -618,7 +618,7 @@ class _Aggregation:
             self.lost[node] = f"the SuperLink takes no message for node {node}"
         return number
 
-    def _validated(self, node: int, reply: Any) -> Any:
+    def _validated(self, node: int, reply: Message) -> Any:
         """Validate a client's reply, a Flower message of any content.
 
         `node` is the one that was asked. The result is an object like a Flower message,
@@ -649,7 +649,7 @@ class _Aggregation:
         """The total number of elements of all partial reductions summed securely."""
         return sum(math.prod(p.shape) for p in self._partials if p.secure)
 
-    def _validated_result(self, node: int, reply: Any) -> BlockResult:
+    def _validated_result(self, node: int, reply: Message) -> BlockResult:
         """Validate the partial reductions that a client sent besides its masked value.
 
         A `BadReply` is raised if they do not fit the plan, or the group has failed.

@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import jax
 import numpy as np
@@ -31,6 +31,10 @@ from drjax.engines.core.combine import FOLD
 from drjax.engines.core.encoded_partials import EncodedPartial, decoded, wire_of
 from drjax.engines.core.messages import BlockResult, File
 from drjax.plan import Reduce, Wire
+
+# Of Flower, which users may lack: a message, and the state that a node keeps.
+Message: TypeAlias = Any
+Context: TypeAlias = Any
 
 _HEADER, _TEXT = 2**20, 2000  # the longest header in bytes, and text in characters
 
@@ -192,7 +196,7 @@ def _validated(
     return BlockResult(results, [], {}, pid, seconds)
 
 
-def _header(data: Any) -> tuple[Any, Any, int]:
+def _header(data: object) -> tuple[Any, Any, int]:
     """Parse the header of a reply into `(record, kinds, offset)`.
 
     The record says whether the group failed, and the kinds are the dtypes and shapes of
@@ -234,7 +238,7 @@ def _no_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is no number")
 
 
-def _fields(x: Any, what: str, *names: str) -> list[Any]:
+def _fields(x: object, what: str, *names: str) -> list[Any]:
     """Return the values of a JSON object with exactly these `names`, in their order.
 
     Else a `BadReply` is raised, in which `what` names the object.
@@ -247,7 +251,7 @@ def _fields(x: Any, what: str, *names: str) -> list[Any]:
 
 
 def _parse_record(
-    record: Any, group: int, partials: int
+    record: object, group: int, partials: int
 ) -> tuple[str | None, int, float]:
     """Check the record in the header of a reply; return `(why, pid, seconds)` of it.
 
@@ -281,7 +285,7 @@ def _parse_record(
     return why, pid, float(seconds)
 
 
-def _check_kinds(kinds: Any, expected: Sequence[Partial], nbytes: int) -> None:
+def _check_kinds(kinds: object, expected: Sequence[Partial], nbytes: int) -> None:
     """Raise a `BadReply` if the arrays of a reply are others than the planned ones.
 
     A list of `[dtype, shape]` of each is expected, and as many bytes after the header,
@@ -322,7 +326,7 @@ def _check_finite(partials: Sequence[Partial], arrays: Sequence[np.ndarray]) -> 
             raise BadReply(f"it yields {kind} as {partial.name}")
 
 
-def content_of(reply: Any, record: str, name: str) -> Any:
+def content_of(reply: Message, record: str, name: str) -> Any:
     """Return a field of a client's reply, a Flower `Message`, as the client sent it.
 
     It is not validated. A `BadReply` is raised if the reply has no such field in that

@@ -139,7 +139,7 @@ class Kept:
         """The result whose slices these are, and the argument that takes them."""
         return self._pair
 
-    def _refuse(self, *_: Any, **__: Any) -> Any:
+    def _refuse(self, *_: object, **__: object) -> Any:
         raise DrjaxTypeError(
             f"{self} is a handle of slices that stay with their groups, not an array. "
             "Pass it in that place to the function that returned it, or use .fetch()."

@@ -14,7 +14,7 @@ import bisect
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeAlias
 
 import jax
@@ -215,10 +215,10 @@ class _Row(MutableMapping):
     def __len__(self) -> int:
         return len(self._own)
 
-    def __or__(self, other: Any) -> dict[str, Any]:
+    def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:
         return {**self, **other}
 
-    def __ror__(self, other: Any) -> dict[str, Any]:
+    def __ror__(self, other: Mapping[str, Any]) -> dict[str, Any]:
         return {**other, **self}
 
     def copy(self) -> dict[str, Any]:

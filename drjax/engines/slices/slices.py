@@ -21,6 +21,7 @@ from typing import Any, TypeAlias, Union, cast
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from drjax._jaxprs.prng_keys import raw_type
 from drjax.plan import Value
@@ -159,7 +160,7 @@ def empty_slices(value: Value, n: int) -> np.ndarray:
     return np.full((n, *raw.shape), _missing(raw.dtype), raw.dtype)
 
 
-def _missing(dtype: Any) -> float:
+def _missing(dtype: DTypeLike) -> float:
     """The number in the place of one that no group has."""
     # Not numpy's `issubdtype`, to which bfloat16 is not inexact.
     return np.nan if jax.numpy.issubdtype(dtype, np.inexact) else 0

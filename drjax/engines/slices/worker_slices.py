@@ -64,7 +64,7 @@ class Pieces:
         columns = self.columns
         return len(self.piece if columns is None else columns.coordinates)
 
-    def __getitem__(self, index: Any) -> "Pieces":
+    def __getitem__(self, index: np.ndarray | slice) -> "Pieces":
         """Return the slices, or the columns, at positions `[k]` or in a mask `[c]`."""
         if self.columns is not None:
             return replace(self, columns=self.columns[index])
@@ -124,7 +124,7 @@ class Columns:
     number: int
     empty: np.ndarray
 
-    def __getitem__(self, index: Any) -> "Columns":
+    def __getitem__(self, index: np.ndarray | slice) -> "Columns":
         return replace(self, coordinates=self.coordinates[index])
 
     def of_its_own_parts(self) -> "Columns":
