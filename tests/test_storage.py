@@ -7,6 +7,7 @@ import pickle
 import sys
 import uuid
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import jax
@@ -20,6 +21,7 @@ from drjax import _storage
 from drjax.__main__ import main
 from drjax.backends import in_process
 from drjax.backends.parquet import Parquet
+from drjax.engines.slices import parquet
 from tests.helpers.full_disk import files_of_at_most
 from tests.helpers.plan_files import sgd_plan
 from tests.helpers.raising import raises
@@ -210,3 +212,15 @@ def test_one_bad_row_of_a_parquet_file(bad, tmp_path):
     total = run(Parquet(tmp_path / "x.parquet"))
     np.testing.assert_array_equal(total, 2 * np.array(good))
     assert [*run.report.dropped] == [1]
+
+
+@pytest.mark.parametrize("tensors", [True, False])
+def test_a_part_of_a_column_of_lists_of_one_size(tensors):
+    x = np.arange(24, dtype=np.float32).reshape(4, 2, 3)
+    words = pa.array(x.astype(np.int32).ravel() % 5).dictionary_encode()
+    column: Any = pa.FixedSizeListArray.from_arrays(words, 6)
+    if tensors:
+        column = pa.FixedShapeTensorArray.from_numpy_ndarray(x)
+    cells = parquet._cells(parquet._plain(column.slice(1, 2)))
+    expected = x[1:3] if tensors else x[1:3].reshape(2, 6) % 5
+    np.testing.assert_array_equal(cells, expected)

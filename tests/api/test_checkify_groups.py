@@ -260,6 +260,14 @@ def test_checks_of_derivatives_of_other_blocks(name, run):
     assert str(checked(BAD, bad)[0].get()).startswith(text)
 
 
+@pytest.mark.parametrize("shape", [(0,), (2, 0)])
+def test_without_columns_there_is_no_error(shape):
+    f = clients(lambda x: drjax.reduce_columns(lambda c: jnp.log(c).sum(), x))
+    checked = checkify.checkify(f, checkify.nan_checks)
+    error, result = checked(jnp.zeros((N, *shape)))
+    assert error.get() is None and result.shape == shape
+
+
 def test_an_index_that_is_known_is_checked_eagerly():
     f = clients(lambda i: drjax.take(jnp.asarray(X), i))
     error, _ = checkify.checkify(f, checkify.index_checks)(jnp.full(N, 9))

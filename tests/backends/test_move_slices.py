@@ -33,6 +33,7 @@ def test_plans_move_slices_between_rounds(tmp_path):
     assert "permuted slices      sin: float32[]   4 B a group -> permute" in str(plan)
     ledger = plan.communication(devices=2)
     assert (ledger.down(), ledger.up(), ledger.between(2)) == (0, 0, 4)
+    assert [m.sources for m in ledger.messages] == [(3, 0, 1, 2), (), ()]
     # One slice leaves each device; then two reduce-scatters of four slices.
     assert ledger.reduced_per_device() == 4 * (1 + 4 + 4)
     plan.save(tmp_path / "plan.drjax")

@@ -152,6 +152,18 @@ def test_arrows_cross_no_other_message(plan):
 
 
 @every_plan
+def test_an_arrow_enters_a_message_as_far_inside_as_it_leaves_it(plan):
+    picture = layout(plan)
+    for kind in ("down", "up"):
+        boxes = [x for x in picture.boxes if x.kind == kind]
+        arrows = [x for x in picture.arrows if x.kind == kind]
+        for box, arrow in zip(boxes, arrows, strict=True):
+            places = [x for x, _ in arrow.points]
+            before, after = min(places) - box.x, box.x + box.width - max(places)
+            assert 0 < before == pytest.approx(after)
+
+
+@every_plan
 def test_texts_fit_into_their_boxes_and_the_picture(plan):
     picture = layout(plan)
     with matplotlib.rc_context(draw.SETTINGS):

@@ -73,12 +73,16 @@ class Executed:
 
 def run_with_coverage(out: Path) -> None:
     """Run the default tests once, in the copy."""
-    (out / "coverage.ini").write_text(COVERAGE.format(data=out / "coverage"))
+    # Its name must not begin as the data's: `erase` deletes `coverage.*`.
+    (out / "settings.ini").write_text(COVERAGE.format(data=out / "coverage"))
     command = f"""-m pytest -q -n 2 --dist worksteal --cov=drjax --cov-report=
-        --cov-config={out / "coverage.ini"} --cov-context=test
+        --cov-config={out / "settings.ini"} --cov-context=test
         --junitxml={out / "times.xml"}"""
     # A test that fails as it is says nothing of mutations, and is left out.
-    subprocess.run([sys.executable, *command.split()], cwd=out / "copy", check=False)
+    run = subprocess.run([sys.executable, *command.split()], cwd=out / "copy")
+    if run.returncode > 1:  # not of tests that failed
+        (out / "times.xml").unlink(missing_ok=True)
+        sys.exit("The run with coverage was cut.")
 
 
 def executed(out: Path) -> Executed:

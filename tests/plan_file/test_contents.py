@@ -192,6 +192,12 @@ def test_the_version_is_that_of_drjax_and_jax(capsys):
     assert capsys.readouterr().out == versions
 
 
+def test_without_a_command_it_says_what_is_missing(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+    assert "are required: command" in capsys.readouterr().err
+
+
 def test_code_without_a_stable_form_is_refused(tmp_path):
     f = program(lambda x: drjax.map_fn(jnp.linalg.eigvals, x))
     plan = drjax.make_plan(f)(jnp.ones((N, 3, 3)))

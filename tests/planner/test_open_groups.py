@@ -96,6 +96,13 @@ def times_groups(w):
     return w * drjax.partition_size()
 
 
+def named(name):
+    """A function of this name, which values of plans have from it."""
+    fn = lambda x: jnp.sum(x)
+    fn.__name__ = name
+    return fn
+
+
 DEPEND = {
     "division": (lambda w, x: drjax.reduce_sum(x) / x.shape[0], "div at .*test_open"),
     "jax.numpy's mean": (
@@ -131,6 +138,10 @@ DEPEND = {
     "choice": (
         lambda w, x: drjax.map_fn(jnp.sin if len(x) < 5 else jnp.cos, x),
         "sin at .*differs between 4 and 5 groups",
+    ),
+    "name": (
+        lambda w, x: drjax.reduce_sum(drjax.map_fn(named(f"of_{len(x)}"), x)),
+        "the type of of_4.*, in of_4, differs between 4 and 5 groups",
     ),
     "no program": (lambda w, x: 2 * w, "it calls no building block"),
     # What is the same for 4 and 5 groups, but not for all numbers.

@@ -115,6 +115,32 @@ def test_results_are_laid_over_the_devices():
                 jax.tree.map(np.testing.assert_array_equal, z, x)
 
 
+@pytest.mark.parametrize("spec", [P("clients", "model"), P("clients", None, "model")])
+def test_another_mesh_axis_divides_results_along_another_axis(spec):
+    total = drjax.program(clients=4)(lambda x: drjax.reduce_sum(x, result="sharded"))
+    gathered = drjax.program(clients=4)(lambda x: drjax.gather(x, result="sharded"))
+    x = np.arange(4 * 8 * 8, dtype=np.float32).reshape(4, 8, 8)
+    with jax.set_mesh(make_mesh({"clients": 2, "model": 2}, EXPLICIT)):
+        own = jax.device_put(x, spec)
+        for fn, want in ((total, x.sum(0)), (gathered, x)):
+            result = jax.jit(fn)(own)
+            np.testing.assert_array_equal(result, want)
+            assert result.addressable_shards[0].data.shape[-2:] == (4, 4)
+
+
+def test_encoded_values_of_two_layouts_share_an_exchange():
+    x = {"a": np.ones((8, 24, 5), np.float32), "b": np.ones((8, 3), np.float32)}
+    # Of b each device has the whole.
+    total = drjax.program(clients=8)(
+        lambda x: drjax.reduce_sum(x, wire="int8", result="sharded")
+    )
+    with jax.set_mesh(make_mesh({"clients": 4})):
+        run = jax.jit(drjax.jit(total, groups_per_step=1))
+        kinds = [c.kind for c in drjax.collectives(run)(x).collectives]
+        jax.tree.map(lambda y: np.testing.assert_allclose(y, 8), run(x))
+    assert sorted(kinds) == ["all-gather", "all-to-all"]
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("run", [jax.jit, drjax.jit])
 def test_collectives(run):

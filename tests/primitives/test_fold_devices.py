@@ -168,3 +168,10 @@ def test_pointwise_functions_are_recognized(name):
     fn, expected = POINTWISE[name]
     a = jnp.ones((2, 3), jnp.float32)
     assert is_pointwise(jax.make_jaxpr(fn)(a, a)) == expected
+
+
+@pytest.mark.parametrize("small", [(3,), (1,)])
+def test_an_array_in_all_places_of_a_larger_one_is_not_pointwise(small):
+    spread = lambda a, b: a * jnp.broadcast_to(jnp.squeeze(b), a.shape)
+    jaxpr = jax.make_jaxpr(spread)(jnp.ones((2, 3)), jnp.ones(small))
+    assert not is_pointwise(jaxpr)

@@ -194,6 +194,7 @@ def test_the_ledger_has_the_moves():
     assert put.source.partitioned and not put.result.partitioned
     ledger = plan.communication(devices=2)
     assert (ledger.down(), ledger.up(), ledger.between()) == (0, 0, 2 * 12)
+    assert [m.population for m in ledger.messages] == [size, size]
     # Zeros and slices for 4 groups, and the slices of a device's groups.
     assert ledger.reduced_per_device() == (4 + 2) * 12
 

@@ -61,6 +61,13 @@ def test_counts_are_exact_beyond_the_integers_of_float32():
     assert drjax.jit(count, groups_per_step=3)(jnp.float32(1)) == n
 
 
+def test_the_host_adds_float32_in_float64():
+    slices = np.array([2**24 - 1, 2, -2, 1 - 2**24, 3], np.float32)
+    plan = drjax.make_plan(drjax.program(clients=5)(drjax.reduce_sum))(slices)
+    result = drjax.backends.reference.compile(plan)(slices)
+    assert result == 3 and result.dtype == np.float32
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.complex64])
 def test_infinite_sums_are_those_of_jax(dtype):
     n, largest = 6, np.finfo(dtype).max

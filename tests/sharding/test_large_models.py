@@ -353,6 +353,21 @@ def test_a_round_of_a_model_with_two_axes(how, dtype):
     jax.tree.map(close, result, expected)
 
 
+@pytest.mark.parametrize("run", [jax.jit, drjax.jit])
+def test_a_shard_map_of_the_model_beside_look_ups_gathers_no_groups(run):
+    double = jax.shard_map(lambda x: 2 * x, in_specs=P("fsdp"), out_specs=P("fsdp"))
+
+    def work(x):
+        return double(x).at[jnp.arange(2)].add(1.0)
+
+    x = np.ones((4, 8, 8), np.float32)
+    fn = run(drjax.program(clients=4)(lambda x: drjax.map_fn(work, x)))
+    with jax.set_mesh(make_mesh(AXES)):
+        own = jax.device_put(x, P("clients", "fsdp"))
+        assert not drjax.collectives(fn)(own).collectives
+        np.testing.assert_array_equal(fn(own).sum(axis=(1, 2)), [128 + 2 * 8] * 4)
+
+
 def test_groups_stay_apart_where_the_compiler_partitions_them():
     """Its only collective over the groups is that of the mean."""
     mesh = make_mesh({"clients": 4, "fsdp": 2, "one": 1})

@@ -13,10 +13,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import drjax
+from drjax._sharding.layout import slices_of_devices
 from tests.helpers.cases import some
 from tests.helpers.compiled import flops
 from tests.helpers.every_block import DX, X, assert_close, data_for, make_program
@@ -334,3 +337,22 @@ def test_vmap_over_a_mesh_axis(kind):
         jnp.stack([X, DX]), data_for(8)
     ))  # fmt: skip
     assert result[1].sharding.shard_shape(result[1].shape) == (1, 2, 3)
+
+
+class OfASlice:
+    """A device of a TPU slice."""
+
+    platform, device_kind, process_index = "tpu", "TPU v5", 0
+
+    def __init__(self, number):
+        self.id, self.slice_index = number, number // 2
+
+
+def test_the_slices_of_the_devices_of_a_mesh_that_is_passed_or_of_arguments():
+    devices: Any = np.array([OfASlice(i) for i in range(4)])
+    mesh = jax.sharding.Mesh(devices, ("clients",))
+    of_mesh = NamedSharding(mesh, P("clients"))
+    assert slices_of_devices(mesh, None) == (0, 0, 1, 1)
+    assert slices_of_devices(None, [None, of_mesh]) == (0, 0, 1, 1)
+    assert slices_of_devices(mesh.abstract_mesh, None) == ()
+    assert slices_of_devices(make_mesh({"clients": 4}), None) == ()

@@ -253,7 +253,7 @@ class FileExchange(Keeping):
             self._files.write(f"{folder}/job", call.job.to_bytes())
             starts, failed = self._write(call, folder)
             # Groups that could not be read fail now, before any worker is started.
-            yield _EMPTY_BLOCK, BlockResult([], [], failed, 0, 0.0)
+            yield _EMPTY_BLOCK, BlockResult([], [], failed)
             lazy = [x if _readable_by_workers(x) else None for x in call.slices]
             stage_run = StageRun(
                 self._files, folder, call.job.ops, starts, lazy, call.job.size,
@@ -284,7 +284,7 @@ class FileExchange(Keeping):
                     raise RuntimeError(f"the run failed: {error}")
                 call.lost(f"a run failed: {error[:500]}")
             *totals, count = stage_run.read_totals()
-            yield _EMPTY_BLOCK, BlockResult(totals, [], {}, 0, 0.0)
+            yield _EMPTY_BLOCK, BlockResult(totals, [], {})
             # A runner that lost or repeated elements silently would give wrong sums.
             if int(count or 0) != reported:
                 raise RuntimeError(

@@ -66,7 +66,7 @@ class Job:
         fail here. If the stage fails, and no single group does, a `RuntimeError` is
         raised.
         """
-        result = BlockResult([], [], {}, 0, 0.0)
+        result = BlockResult([], [], {})
         if block.valid.any():
             try:
                 task = self.task(block, encode=encode)

@@ -161,8 +161,8 @@ class BlockResult:
     partials: Sequence[Any]
     slices: list[np.ndarray]
     failed: dict[int, str]
-    pid: int
-    seconds: float
+    pid: int = 0
+    seconds: float = 0.0
     piece: Any = None
 
 

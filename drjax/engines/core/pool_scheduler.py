@@ -424,4 +424,4 @@ class _OrderedResults:
 
 def _only_failures(failed: dict[int, str]) -> BlockResult:
     """Make a `BlockResult` with no values, only the reasons for failed groups."""
-    return BlockResult([], [], failed, 0, 0.0)
+    return BlockResult([], [], failed)

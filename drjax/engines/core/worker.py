@@ -362,7 +362,7 @@ def run(file: File, task: Task, shared: list[np.ndarray]) -> BlockResult:
     # Its driver gave up; the pid 0 marks a result that does not count.
     if task.number in _skipped:
         _skipped.remove(task.number)
-        return BlockResult([], [], {}, 0, 0.0)
+        return BlockResult([], [], {})
     loaded = _loaded(file)
 
     def begin(first: int, last: int) -> None:

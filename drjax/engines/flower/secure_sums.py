@@ -376,7 +376,7 @@ def results(
     _check_enough(call, partials, left, len(clients))
     totals = aggregation.unmask(left)
     empty = Block(np.zeros(0, np.int32), np.zeros(0, bool), [])
-    yield empty, BlockResult(totals, [], {}, 0, 0.0)
+    yield empty, BlockResult(totals, [], {})
 
 
 def _check_enough(

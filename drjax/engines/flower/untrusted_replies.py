@@ -135,7 +135,7 @@ def failure(group: int, why: str) -> BlockResult:
     The reason may be text of an untrusted worker: it is shortened, and its unprintable
     characters are escaped.
     """
-    return BlockResult([], [], {group: readable(why)}, 0, 0.0)
+    return BlockResult([], [], {group: readable(why)})
 
 
 def validate_reply(

@@ -364,6 +364,8 @@ def test_a_number_of_workers_that_is_none(workers):
 def test_progress(capfd):
     in_process.compile(weighted_plan(3), progress=True)(np.float32(2), slices_for(3))
     assert "round 1" in capfd.readouterr().err
+    in_process.compile(weighted_plan(3))(np.float32(2), slices_for(3))
+    assert not capfd.readouterr().err
 
 
 def test_an_extra_that_is_not_installed(monkeypatch):

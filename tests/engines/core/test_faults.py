@@ -53,6 +53,7 @@ class Clock:
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
     monkeypatch.setattr(pool_scheduler, "time", Clock())
+    return pool_scheduler.time
 
 
 class Unreliable(InProcess):
@@ -122,11 +123,12 @@ def test_a_group_that_ends_its_workers_is_found():
     assert "dropped group 5: round 1, first" in str(run.report)
 
 
-def test_a_group_that_takes_too_long():
+def test_a_group_that_takes_too_long(clock):
     pool = Unreliable(slow=[2])
     run, call = run_on(pool, on_error="drop", timeout=0.1, retries=1)
     survivors(call(), np.arange(9) != 2)
     assert pool.abandoned == 2  # the block, then the group
+    assert clock.now == pytest.approx(0.1 + 0.1 / 8)  # the search is looked at often
     assert "took longer than 0.1 s" in run.report.dropped[2]
     assert pool.sent.count([0, 1, 2, 3]) == 2 and pool.sent.count([0, 1, 3]) == 2
 

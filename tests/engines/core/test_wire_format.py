@@ -52,6 +52,6 @@ def test_results_of_blocks():
 
 def test_a_block_without_groups_has_no_partials():
     block = Block(np.array([4], np.int32), np.array([False]), [])
-    result = BlockResult([None, None], [], {4: "no data"}, 0, 0.0)
+    result = BlockResult([None, None], [], {4: "no data"})
     _, done = wire_format.result_from_bytes(wire_format.result_to_bytes(block, result))
     assert done.partials == [] and done.failed == {4: "no data"}

@@ -1,12 +1,14 @@
 """Replies of untrusted workers, and which client has which group: no engine needed.
 
 Covers: drjax.engines.flower.untrusted_replies, drjax.engines.flower.assignment,
-drjax.engines.flower.background, drjax.engines.core.wire_format.
+drjax.engines.flower.background, drjax.engines.flower.code_of_stages,
+drjax.engines.core.wire_format.
 """
 
 import json
 import random
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -20,7 +22,7 @@ from drjax.backends import in_process
 from drjax.engines.core import wire_format
 from drjax.engines.core.encoded_partials import decoded, encode_partials
 from drjax.engines.core.messages import Block, BlockResult
-from drjax.engines.flower import untrusted_replies
+from drjax.engines.flower import code_of_stages, untrusted_replies
 from drjax.engines.flower.assignment import Assignment
 from drjax.engines.flower.background import Background
 from drjax.engines.flower.untrusted_replies import BadReply, Partial
@@ -322,6 +324,22 @@ def test_words_of_a_worker_are_made_readable():
     text = done.failed[1]
     assert text.startswith("a\\x1b[31m  b\\ud800 éxx") and text.isprintable()
     assert text.endswith("(5012 characters)") and len(text) < 2100
+    assert (done.pid, done.seconds) == (0, 0.0)  # the report counts no worker
+
+
+@pytest.mark.parametrize(
+    "content, failed, asks",
+    [
+        ({"drjax": code_of_stages.NEEDED}, False, True),
+        ({"drjax": code_of_stages.NEEDED}, True, False),
+        ({"drjax": dict.fromkeys(code_of_stages.NEEDED, "yes")}, False, False),
+        ({"drjax": {}}, False, False),
+        (None, False, False),
+    ],
+)
+def test_replies_that_ask_for_code(content, failed, asks):
+    reply = SimpleNamespace(content=content, has_error=lambda: failed)
+    assert code_of_stages.asks(reply) == asks
 
 
 def test_clients_claim_groups():
