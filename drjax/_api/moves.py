@@ -234,7 +234,7 @@ def shift(
             "distance that the program computes, use drjax.take(x, index)."
         )
     n = params["partition"].size
-    sources = tuple((j - int(k)) % n for j in range(n))
+    sources = tuple(np.roll(np.arange(n), int(k) % n).tolist())
     return _permute("shift", x, sources, params)
 
 
@@ -344,7 +344,8 @@ def _in_bounds(block: str, index: Array | np.ndarray, n: int) -> Array | np.ndar
     """
     if isinstance(index, jax.Array):
         return as_int32(index, -n - 1, n)  # what is out of bounds stays so
-    if wrong := [int(i) for i in index if not -n <= i < n]:
+    wrong = index[(index < -n) | (index >= n)]
+    if wrong.size:
         raise DrjaxValueError(
             f"drjax.{block} needs groups between {-n} and {n - 1}, got {wrong[0]}. To "
             f"have it {'clamped' if block == 'take' else 'dropped'}, pass a JAX array."
@@ -360,8 +361,7 @@ def _permutation(index: Array | np.ndarray, n: int) -> tuple[int, ...] | None:
     """
     if isinstance(index, jax.Array):
         return None
-    known = tuple(index.tolist())
-    return known if is_permutation(known, n) else None
+    return tuple(index.tolist()) if is_permutation(index, n) else None
 
 
 def _params_of_size(params: BlockParams, size: int) -> BlockParams:

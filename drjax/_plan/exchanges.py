@@ -8,7 +8,6 @@ Input: the values that are communicated. Output: records, whose bytes the ledger
 Sharp edges: backends run a `Reduce` or a `Fold` together with the stage before it.
 """
 
-import collections
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from drjax._partition import Partition, with_size
+from drjax._plan.schedule_moves import schedule
 from drjax._plan.steps import Exchange, Stage
 from drjax._plan.value import Value
 from drjax._plan.wire import Wire
@@ -268,17 +268,12 @@ class Permute(Move):
         super().check()
         size = self.over(self.source).size
         # Their number first, as a file may claim any number of groups.
-        if len(self.sources) != size or sorted(self.sources) != [*range(size)]:
+        sources = np.asarray(self.sources)
+        if len(sources) != size or (np.sort(sources) != np.arange(size)).any():
             raise ValueError("a permute has no permutation of the groups")
 
     def slices_per_device(self, size: int, devices: int) -> int:
-        per_device = -(-size // devices)
-        leaving = collections.Counter(
-            source // per_device
-            for group, source in enumerate(self.sources)
-            if source // per_device != group // per_device
-        )
-        return max(leaving.values(), default=0)
+        return schedule(self.sources, size, devices, self.source.nbytes).slices_sent
 
 
 class _Indexed(Move):

@@ -17,8 +17,8 @@ Each is linear in x, and its transpose is another one of them, with the inner pr
     permute(sources)^T = permute(the inverse of sources)
     take^T = put_add        put_add^T = take
 
-On a mesh, a permutation is as many `ppermute`s as a device has groups, at most; a shift
-sends the slices at the edge of a device only (`edge_coloring`). A traced index is not
+On a mesh, a permutation is the `ppermute`s and the all-to-all of `schedule_moves`; a
+shift sends the slices at the edge of a device only. A traced index is not
 known to the compiler. If the result has as many groups or fewer, each device puts those
 of its slices that are asked for in zeros of the size of the result, and one
 reduce-scatter adds these up. If it has more, an all-gather gives each device the
@@ -32,6 +32,8 @@ to count from the end, is up to the caller. Reverse mode inside a user's
 `shard_map(check_vma=False)` is an error, as for a reduction.
 """
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -55,13 +57,13 @@ from drjax._compat.types import (
 )
 from drjax._jaxprs.prng_keys import is_key, on_raw
 from drjax._partition import Partition
+from drjax._plan.schedule_moves import Schedule, schedule
 from drjax._primitives import registration
 from drjax._primitives.collectives import (
     checked_transpose,
     register_linear,
 )
 from drjax._primitives.device_sums import accumulator, reduce_scatter
-from drjax._primitives.edge_coloring import schedule
 from drjax._sharding.execute import as_operand, shard_map_over_devices, vary
 from drjax._sharding.layout import Layout, make_layout
 
@@ -112,38 +114,78 @@ def execute_permute(
     partition: Partition,
     mesh: Mesh | None,
 ) -> PartitionedArray:
-    """Give group j the slice of group `sources[j]`.
+    """Give group j the slice of group `sources[j]`, by the collectives of a `Schedule`.
 
-    On m devices with k groups each it is up to k `ppermute`s, of the slices that change
-    their device.
+    Without a mesh it is an index.
     """
     layout = make_layout(partition, mesh)
     if not layout.axes:
-        return x[np.asarray(sources, np.int32)]
-    moves = schedule(sources, layout.devices, layout.per_device)
+        return on_raw(lambda x: _at(x, np.asarray(sources, np.int32)[None], None), x)
+
+    def move(x: DeviceArray, device: Array) -> DeviceArray:
+        nbytes = math.prod(x.shape[1:]) * x.dtype.itemsize
+        plan = schedule(sources, partition.size, layout.devices, nbytes)
+        return _at(_received(layout, plan, x, device), plan.positions, device)
 
     def body(x: DeviceArray, first: Array) -> list[DeviceArray]:
         device = first[0] // layout.per_device
-        of_device = lambda table: lax.dynamic_index_in_dim(
-            jnp.asarray(table), device, keepdims=False
-        )
-
-        def move(x: DeviceArray) -> DeviceArray:
-            parts = [x]
-            for step in moves.steps:
-                # A ppermute takes operands that vary over all of its axes.
-                sent = vary(x[of_device(step.slots)], layout.axes)
-                parts.append(lax.ppermute(sent, layout.axes, step.pairs))
-            return jnp.concatenate(parts)[of_device(moves.positions)]
-
-        return [_move_bits(move, x)]
+        return [_move_bits(lambda x: move(x, device), x)]
 
     return _run_on_devices(layout, body, x)
 
 
-def is_permutation(index: Sequence[int], n: int) -> bool:
+def _received(
+    layout: Layout, plan: Schedule, x: DeviceArray, device: Array
+) -> DeviceArray:
+    """Send slices to other devices; concatenate own ones and those received."""
+    parts = [x]
+    for step in plan.steps:
+        # A ppermute takes operands that vary over all of its axes.
+        sent = vary(_at(x, step.slots, device), layout.axes)
+        parts.append(lax.ppermute(sent, layout.axes, step.pairs))
+    if plan.exchanged.size:
+        sent = vary(_at(x, plan.exchanged, device), layout.axes)
+        parts.append(lax.all_to_all(sent, layout.axes, 0, 0, tiled=True))
+    return jnp.concatenate(parts)
+
+
+_MOST_RUNS = 8  # of slices that are copied one by one
+
+
+def _at(x: Array, table: np.ndarray, device: Array | None) -> Array:
+    """Return `x[table[device]]`; with None, the table has one row.
+
+    If the rows are a few runs of consecutive slices, all forwards or all backwards, of
+    equal lengths on all devices, the runs are copied one by one: a table in memory and
+    a gather would cost more than what is moved.
+    """
+    if (table == table[:1]).all():
+        table, device = table[:1], None
+    own = lambda x: (
+        x[0]
+        if device is None
+        else lax.dynamic_index_in_dim(jnp.asarray(x), device, keepdims=False)
+    )
+    for step in (1, -1):
+        cuts = np.flatnonzero((np.diff(table, axis=1) != step).any(0)) + 1
+        if len(cuts) >= _MOST_RUNS:
+            continue
+        runs = []
+        for first, end in itertools.pairwise([0, *cuts.tolist(), table.shape[1]]):
+            start = own(table[:, first if step == 1 else end - 1])
+            if device is None:
+                start = int(start)
+                run = lax.slice_in_dim(x, start, start + end - first)
+            else:
+                run = lax.dynamic_slice_in_dim(x, start, end - first)
+            runs.append(run if step == 1 else lax.rev(run, (0,)))
+        return jnp.concatenate(runs)
+    return x[own(table)]
+
+
+def is_permutation(index: Sequence[int] | np.ndarray, n: int) -> bool:
     """Return whether an index has each of 0 to n - 1 exactly once."""
-    return sorted(index) == [*range(n)]
+    return len(index) == n and bool((np.sort(index) == np.arange(n)).all())
 
 
 def inverse(sources: tuple[int, ...]) -> tuple[int, ...]:

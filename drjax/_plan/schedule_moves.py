@@ -1,0 +1,214 @@
+"""A schedule of collectives that move slices between devices, of a move that is known.
+
+Input: for each slot of a result the slot of the operand whose slice it gets, where m
+devices have k slots each. Output: a `Schedule`: some `ppermute`s and at most one
+all-to-all; which slices each device puts into them; and where it finds the slice of
+each of its slots afterwards.
+
+Let C[s, t] be the number of slices that device s sends to device t. A `ppermute` of c
+slices sends up to c from each device to one other, which is a matching. The all-to-all
+sends w = max C slices to each other device, those of smaller C padded. A ring shift, or
+a move of whole blocks, is one matching or two. A random permutation would need many, so
+it is one all-to-all. Between these, matchings are taken off C one after the other, the
+widest first, and the all-to-all sends what is left, where that costs less: a `ppermute`
+costs as much as `MESSAGE` bytes. Without an all-to-all, the matchings send no more
+slices than the busiest device must send or receive: C, filled up to equal sums of rows
+and columns, is a sum of permutations (Birkhoff 1946, "Tres observaciones sobre el
+algebra lineal").
+
+Invariants: a slice that stays on its device is not sent, and one that several slots of
+a device get is sent there once. Sharp edges: the tables have an element for each slice
+and are computed when a program is lowered, by NumPy alone: without a loop over slices.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+# So many bytes are sent over a link in the time that a message takes to start, about.
+MESSAGE = 2**15
+# An all-to-all takes as long to start as so many permutes.
+_MESSAGES_OF_ALL_TO_ALL = 4
+# Matchings must cost less than this part of what one all-to-all costs.
+_WORTH_MATCHINGS = 0.9
+# They are sought among so many pairs of devices at most.
+_MOST_PAIRS = 2**16
+
+
+@dataclass(frozen=True)
+class PermuteStep:
+    """One `ppermute`, in which each sender sends c of its slices to one receiver.
+
+    Attributes:
+      pairs: `(sender, receiver)` device indices, as `lax.ppermute` takes them.
+      slots: int32 `[m, c]`: for each of the m devices the slots (places for one group's
+        slice, from 0) whose slices it sends. What is received of others is not read.
+    """
+
+    pairs: tuple[tuple[int, int], ...]
+    slots: np.ndarray
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The collectives that give each device the slices of its slots.
+
+    Attributes:
+      steps: The `ppermute`s. Their order does not matter, as all send slices that the
+        devices had before the first one.
+      exchanged: int32 `[m, m * w]`: for each device the slots whose slices it puts into
+        the all-to-all, w for each of the m devices; w is 0 if there is none.
+      positions: int32 `[m, l]`: for each of the l slots of each device of the result
+        the position of its slice in a concatenation: the device's own k slices, those
+        that it receives in each step, and the m * w of the all-to-all.
+      filled: bool `[m, l]`: which slots have a source; the others get zeros.
+    """
+
+    steps: tuple[PermuteStep, ...]
+    exchanged: np.ndarray
+    positions: np.ndarray
+    filled: np.ndarray
+
+    @property
+    def slices_sent(self) -> int:
+        """The number of slices that a device sends to others, with padding."""
+        devices, exchanged = self.exchanged.shape
+        permuted = sum(step.slots.shape[1] for step in self.steps)
+        return permuted + exchanged // devices * (devices - 1)
+
+
+@functools.lru_cache(maxsize=64)
+def schedule(
+    sources: tuple[int, ...], n: int, devices: int, nbytes: int = 1
+) -> Schedule:
+    """Make the `Schedule` by which each slot of a result gets its slice.
+
+    `sources` has for each group of the result the group of the operand, of n groups,
+    whose slice it gets; zeros if it is not in 0 to n - 1. On each of m `devices` there
+    are ceil(n / m) slots of the operand, and of the result as many for its own number
+    of groups; slots beyond the groups are padding. A slice has `nbytes` bytes.
+    """
+    k, l = -(-n // devices), -(-len(sources) // devices)
+    source = np.full(devices * l, -1, np.int64)
+    source[: len(sources)] = sources
+    filled = (source >= 0) & (source < n)
+    sender, receiver = source // k, np.arange(devices * l) // l
+    positions = np.where(filled, source % k, 0)
+    # Each slice once for each receiver, ordered by sender, receiver and slot.
+    moved = np.flatnonzero(filled & (sender != receiver))
+    keys = (sender[moved] * devices + receiver[moved]) * k + source[moved] % k
+    keys, sent_as = np.unique(keys, return_inverse=True)
+    pair, slot = keys // k, keys % k
+    sender, receiver = pair // devices, pair % devices
+    # The place of each among the slices of its pair.
+    first = np.flatnonzero(np.diff(pair, prepend=-1))
+    place = np.arange(len(pair)) - np.repeat(first, np.diff(first, append=len(pair)))
+    counts = np.bincount(pair, minlength=devices * devices).reshape(devices, devices)
+    matchings, width = _split(counts, nbytes)
+    steps, position, received = [], np.zeros(len(pair), np.int64), k
+    for receivers, c in matchings:
+        here = (receivers[sender] == receiver) & (place >= 0) & (place < c)
+        slots = _table(devices, c, sender[here], place[here], slot[here])
+        senders = np.unique(sender[here])
+        pairs = tuple(zip(senders.tolist(), receivers[senders].tolist(), strict=True))
+        steps.append(PermuteStep(pairs, slots))
+        position[here] = received + place[here]
+        place = np.where(receivers[sender] == receiver, place - c, place)
+        received += c
+    here = place >= 0
+    column = receiver[here] * width + place[here]
+    exchanged = _table(devices, devices * width, sender[here], column, slot[here])
+    position[here] = received + sender[here] * width + place[here]
+    positions[moved] = position[sent_as]
+    of_slot = np.flatnonzero(filled)
+    positions = _table(devices, l, of_slot // l, of_slot % l, positions[of_slot])
+    return Schedule(tuple(steps), exchanged, positions, filled.reshape(devices, l))
+
+
+def _table(
+    rows: int, columns: int, row: np.ndarray, column: np.ndarray, values: np.ndarray
+) -> np.ndarray:
+    """Make an int32 table of values; elsewhere a row has those of the first that has.
+
+    No one reads these, and if all rows are equal, devices need no table.
+    """
+    first = np.zeros(columns, np.int32)
+    first[column[::-1]] = values[::-1]
+    table = np.tile(first, (rows, 1))
+    table[row, column] = values
+    return table
+
+
+def _split(counts: np.ndarray, nbytes: int) -> tuple[list[tuple[np.ndarray, int]], int]:
+    """Split the slices that devices send into matchings and an all-to-all, by cost.
+
+    A matching is `(receivers, c)`: device s sends c slices, those of them that there
+    are, to device `receivers[s]`. The second result is the width of the all-to-all.
+    """
+    m, left = len(counts), counts.copy()
+
+    def rest() -> int:
+        width = int(left.max(initial=0))
+        messages = _MESSAGES_OF_ALL_TO_ALL * bool(width)
+        return messages * MESSAGE + width * (m - 1) * nbytes
+
+    width, chosen, cost = int(left.max(initial=0)), 0, 0
+    best = rest() * _WORTH_MATCHINGS
+    matchings: list[tuple[np.ndarray, int]] = []
+    filled = _with_equal_sums(counts)
+    sparse = np.count_nonzero(counts) <= _MOST_PAIRS
+    while sparse and left.any() and len(matchings) < m and cost + MESSAGE < best:
+        receivers, c = _widest_matching(filled)
+        pairs = np.arange(m), receivers
+        filled[pairs] -= c
+        left[pairs] = np.maximum(left[pairs] - c, 0)
+        matchings.append((receivers, c))
+        cost += MESSAGE + c * nbytes
+        if cost + rest() < best:
+            best, chosen, width = cost + rest(), len(matchings), int(left.max())
+    return matchings[:chosen], width
+
+
+def _with_equal_sums(counts: np.ndarray) -> np.ndarray:
+    """Add to a matrix of counts so that the sums of all rows and columns are equal.
+
+    They become the largest of them; what is added is on the diagonal first, where
+    nothing is sent.
+    """
+    filled = counts.copy()
+    most = max(counts.sum(0).max(), counts.sum(1).max())
+    diagonal = np.arange(len(counts))
+    filled[diagonal, diagonal] += most - np.maximum(counts.sum(0), counts.sum(1))
+    # Where the missing parts of rows and of columns, each in a line, overlap.
+    rows, columns = (np.cumsum(most - filled.sum(axis)) for axis in (1, 0))
+    ends = np.union1d(rows, columns)
+    ends = ends[ends > 0]
+    row, column = (np.searchsorted(line, ends) for line in (rows, columns))
+    np.add.at(filled, (row, column), np.diff(ends, prepend=0))
+    return filled
+
+
+def _widest_matching(filled: np.ndarray) -> tuple[np.ndarray, int]:
+    """Find the permutation of devices whose least element in a matrix is largest.
+
+    The matrix has equal sums of rows and columns. The second result is that element.
+    """
+    m = len(filled)
+    receivers = filled.argmax(1)
+    if len(np.unique(receivers)) == m:
+        return receivers, int(filled[np.arange(m), receivers].min())
+    from scipy import sparse  # takes long to import
+    from scipy.sparse.csgraph import maximum_bipartite_matching
+
+    widths = np.unique(filled[filled > 0])
+    least, low, high = 0, 0, len(widths)
+    while low < high:
+        middle = (low + high) // 2
+        graph = sparse.csr_array(filled >= widths[middle])
+        found = maximum_bipartite_matching(graph, perm_type="column")
+        if (found < 0).any():
+            high = middle
+        else:
+            receivers, least, low = found, int(widths[middle]), middle + 1
+    return receivers, least
