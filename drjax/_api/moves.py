@@ -35,6 +35,7 @@ from drjax._api.validate import check_flag, flatten_partitioned
 from drjax._compat.types import Array, GlobalArray, PartitionedArray, PyTree, Tree
 from drjax._error_texts import brief
 from drjax._errors import DrjaxTypeError, DrjaxValueError
+from drjax._plan.schedule_moves import Sources
 from drjax._primitives.collectives import scatter_p
 from drjax._primitives.moves import (
     inverse,
@@ -103,8 +104,10 @@ def take(
     sources = _permutation(index, n)
     if sources is not None:
         return _permute("take", x, sources, params)
-    index = count_from_end(index, n)
-    show_index(index, n)
+    if isinstance(index, jax.Array):
+        index = count_from_end(index, n)
+        show_index(index, n)
+        index = index.clip(0, n - 1)
     return _take("take", x, index, params)
 
 
@@ -174,18 +177,20 @@ def put(
     sources = _permutation(index, n)
     if sources is not None and not add:
         return _permute("put", x, inverse(sources), params)
-    index = count_from_end(index, n)
-    show_index(index, n)
-    index = jnp.where((index >= 0) & (index < n), index, n)  # n: dropped
-    index = as_operand(index, make_layout(**groups), False)
+    if isinstance(index, jax.Array):
+        index = count_from_end(index, n)
+        show_index(index, n)
+        index = jnp.where((index >= 0) & (index < n), index, n)  # n: dropped
     if not add:
         return _put_last(x, index, base, cohort, groups)
+
+    operand = as_operand(jnp.asarray(index), make_layout(**groups), False)
 
     def bind(leaf: PartitionedArray, **_: Any) -> PartitionedArray:
         check_numeric("put", leaf)
         if sources is not None:
             return permute_p.bind(leaf, sources=inverse(sources), **groups)
-        return put_add_p.bind(leaf, index, **groups)
+        return put_add_p.bind(leaf, operand, sources=_known(index), **groups)
 
     moved = bind_partitioned("put", x, cohort["mesh"], cohort["partition"], bind)
     return moved if base is None else _combine(lax.add, moved, base, cohort, groups)
@@ -234,25 +239,32 @@ def shift(
             "distance that the program computes, use drjax.take(x, index)."
         )
     n = params["partition"].size
-    sources = tuple(np.roll(np.arange(n), int(k) % n).tolist())
+    sources = Sources(np.roll(np.arange(n), int(k) % n))
     return _permute("shift", x, sources, params)
 
 
-def _take(block: str, x: PyTree, index: GlobalArray, params: BlockParams) -> PyTree:
-    """Give group j the slice of group `index[j]`, for each leaf of a tree.
+def _take(
+    block: str, x: PyTree, index: GlobalArray | np.ndarray, params: BlockParams
+) -> PyTree:
+    """Give group j the slice of group `index[j]`, for each leaf of a tree; or zeros.
 
-    The leaves are checked. The index, int32 `[k]`, is clamped to the n groups of `x`,
-    of which `params` are.
+    The leaves are checked. The index, int32 `[k]`, is of the n groups of `x`, of which
+    `params` are.
     """
-    index = index.clip(0, params["partition"].size - 1)
-    index = as_operand(index, make_layout(**params), False)
-    bind = lambda leaf, **params: take_p.bind(leaf, index, **params)
+    known = _known(index)
+    index = as_operand(jnp.asarray(index), make_layout(**params), False)
+    bind = lambda leaf, **params: take_p.bind(leaf, index, sources=known, **params)
     return bind_partitioned(block, x, params["mesh"], params["partition"], bind)
+
+
+def _known(index: Array | np.ndarray) -> Sources | None:
+    """Return an index if it is known without running the program: if it is of NumPy."""
+    return Sources(index) if isinstance(index, np.ndarray) else None
 
 
 def _put_last(
     x: PyTree,
-    index: GlobalArray,
+    index: GlobalArray | np.ndarray,
     base: PyTree | None,
     cohort: BlockParams,
     groups: BlockParams,
@@ -265,6 +277,7 @@ def _put_last(
     """
     writer = last_writer(index, groups["partition"].size)
     moved = _take("put", x, writer, cohort)
+    writer = jnp.asarray(writer)
     if base is None:
         base = jax.tree.map(jnp.zeros_like, moved)
     if cohort == groups:
@@ -275,9 +288,7 @@ def _put_last(
     return _combine(keep, moved, base, cohort, groups, written)
 
 
-def _permute(
-    block: str, x: PyTree, sources: tuple[int, ...], params: BlockParams
-) -> PyTree:
+def _permute(block: str, x: PyTree, sources: Sources, params: BlockParams) -> PyTree:
     """Give group j the slice of group `sources[j]`, for each leaf of a tree.
 
     The leaves are checked; the sources are a permutation.
@@ -354,14 +365,14 @@ def _in_bounds(block: str, index: Array | np.ndarray, n: int) -> Array | np.ndar
     return (index.astype(np.int64) % n).astype(np.int32)
 
 
-def _permutation(index: Array | np.ndarray, n: int) -> tuple[int, ...] | None:
-    """Return an index as a tuple, if it is known and a permutation of 0 to n - 1.
+def _permutation(index: Array | np.ndarray, n: int) -> Sources | None:
+    """Return an index if it is known and a permutation of 0 to n - 1.
 
     An index is known, without running the program, if it is a NumPy array.
     """
     if isinstance(index, jax.Array):
         return None
-    return tuple(index.tolist()) if is_permutation(index, n) else None
+    return Sources(index) if is_permutation(index, n) else None
 
 
 def _params_of_size(params: BlockParams, size: int) -> BlockParams:

@@ -22,9 +22,12 @@ and are computed when a program is lowered, by NumPy alone: without a loop over 
 """
 
 import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 # So many bytes are sent over a link in the time that a message takes to start, about.
 MESSAGE = 2**15
@@ -34,6 +37,41 @@ _MESSAGES_OF_ALL_TO_ALL = 4
 _WORTH_MATCHINGS = 0.9
 # They are sought among so many pairs of devices at most.
 _MOST_PAIRS = 2**16
+
+
+class Sources(Sequence[int]):
+    """An immutable sequence of groups, as a parameter of an equation.
+
+    A tuple would do. But JAX looks for a jaxpr in each element of a tuple, many times,
+    and hashes it again each time.
+    """
+
+    def __init__(self, groups: ArrayLike) -> None:
+        """Make it of a sequence or an array of integers."""
+        self._groups = np.asarray(groups, np.int64)
+        self._bytes = self._groups.tobytes()
+        self._hash = hash(self._bytes)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self._groups, dtype)
+
+    def __getitem__(self, i: Any) -> Any:
+        return self._groups.tolist()[i]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._groups.tolist())
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sources) and self._bytes == other._bytes
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return repr((*self,))
 
 
 @dataclass(frozen=True)
@@ -63,12 +101,35 @@ class Schedule:
         the position of its slice in a concatenation: the device's own k slices, those
         that it receives in each step, and the m * w of the all-to-all.
       filled: bool `[m, l]`: which slots have a source; the others get zeros.
+      own: k; 0 if the device's own slices are not in it, but in the all-to-all.
     """
 
     steps: tuple[PermuteStep, ...]
     exchanged: np.ndarray
     positions: np.ndarray
     filled: np.ndarray
+    own: int
+
+    @property
+    def all_filled(self) -> bool:
+        """Whether all slots but the last ones, which are padding, have a source."""
+        filled = self.filled.ravel()
+        return bool((filled[1:] <= filled[:-1]).all())
+
+    @property
+    def slots(self) -> np.ndarray:
+        """For each device the slots whose slices it sends, in order: int32 `[m, c]`."""
+        return np.concatenate([*(s.slots for s in self.steps), self.exchanged], axis=1)
+
+    @property
+    def size(self) -> int:
+        """The number of slices in the concatenation of which there are positions."""
+        return self.own + self.slots.shape[1]
+
+    @property
+    def targets(self) -> np.ndarray:
+        """The positions, and `size` for slots without a source."""
+        return np.where(self.filled, self.positions, np.int32(self.size))
 
     @property
     def slices_sent(self) -> int:
@@ -79,9 +140,7 @@ class Schedule:
 
 
 @functools.lru_cache(maxsize=64)
-def schedule(
-    sources: tuple[int, ...], n: int, devices: int, nbytes: int = 1
-) -> Schedule:
+def schedule(sources: Sequence[int], n: int, devices: int, nbytes: int) -> Schedule:
     """Make the `Schedule` by which each slot of a result gets its slice.
 
     `sources` has for each group of the result the group of the operand, of n groups,
@@ -93,37 +152,66 @@ def schedule(
     source = np.full(devices * l, -1, np.int64)
     source[: len(sources)] = sources
     filled = (source >= 0) & (source < n)
-    sender, receiver = source // k, np.arange(devices * l) // l
+    stays = source // k == np.arange(devices * l) // l
     positions = np.where(filled, source % k, 0)
-    # Each slice once for each receiver, ordered by sender, receiver and slot.
-    moved = np.flatnonzero(filled & (sender != receiver))
-    keys = (sender[moved] * devices + receiver[moved]) * k + source[moved] % k
-    keys, sent_as = np.unique(keys, return_inverse=True)
-    pair, slot = keys // k, keys % k
-    sender, receiver = pair // devices, pair % devices
-    # The place of each among the slices of its pair.
-    first = np.flatnonzero(np.diff(pair, prepend=-1))
-    place = np.arange(len(pair)) - np.repeat(first, np.diff(first, append=len(pair)))
-    counts = np.bincount(pair, minlength=devices * devices).reshape(devices, devices)
+    read = np.flatnonzero(filled & ~stays)
+    edges = _edges(source[read], read, devices, k, l)
+    counts = np.zeros((devices, devices), np.int64)
+    np.add.at(counts, (edges.sender, edges.receiver), 1)
     matchings, width = _split(counts, nbytes)
-    steps, position, received = [], np.zeros(len(pair), np.int64), k
+    own = k
+    if width and not matchings:
+        # If the own slices fit into the all-to-all, nothing is concatenated.
+        all_read = np.flatnonzero(filled)
+        every = _edges(source[all_read], all_read, devices, k, l)
+        if every.place.max() < width:
+            read, edges, own = all_read, every, 0
+    sender, receiver, slot, place, edge_of = edges
+    steps, position, received = [], np.zeros(len(slot), np.int64), own
     for receivers, c in matchings:
-        here = (receivers[sender] == receiver) & (place >= 0) & (place < c)
+        paired = receivers[sender] == receiver
+        here = paired & (place >= 0) & (place < c)
         slots = _table(devices, c, sender[here], place[here], slot[here])
         senders = np.unique(sender[here])
         pairs = tuple(zip(senders.tolist(), receivers[senders].tolist(), strict=True))
         steps.append(PermuteStep(pairs, slots))
         position[here] = received + place[here]
-        place = np.where(receivers[sender] == receiver, place - c, place)
+        place = np.where(paired, place - c, place)
         received += c
     here = place >= 0
     column = receiver[here] * width + place[here]
     exchanged = _table(devices, devices * width, sender[here], column, slot[here])
     position[here] = received + sender[here] * width + place[here]
-    positions[moved] = position[sent_as]
+    positions[read] = position[edge_of]
     of_slot = np.flatnonzero(filled)
     positions = _table(devices, l, of_slot // l, of_slot % l, positions[of_slot])
-    return Schedule(tuple(steps), exchanged, positions, filled.reshape(devices, l))
+    return Schedule(tuple(steps), exchanged, positions, filled.reshape(devices, l), own)
+
+
+class _Edges(NamedTuple):
+    """Slices that devices get, each once, by sender, receiver and slot; `[e]` each.
+
+    `place` is that of a slice among those of its sender and receiver, and `edge_of`
+    says for each slot of the result that gets one which it is.
+    """
+
+    sender: np.ndarray
+    receiver: np.ndarray
+    slot: np.ndarray
+    place: np.ndarray
+    edge_of: np.ndarray
+
+
+def _edges(
+    source: np.ndarray, target: np.ndarray, devices: int, k: int, l: int
+) -> _Edges:
+    """List what slots `target` of the result get from slots `source` of the operand."""
+    keys = (source // k * devices + target // l) * k + source % k
+    keys, edge_of = np.unique(keys, return_inverse=True)
+    pair, slot = np.divmod(keys, k)
+    first = np.flatnonzero(np.diff(pair, prepend=-1))
+    place = np.arange(len(pair)) - np.repeat(first, np.diff(first, append=len(pair)))
+    return _Edges(pair // devices, pair % devices, slot, place, edge_of)
 
 
 def _table(

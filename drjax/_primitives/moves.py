@@ -57,7 +57,7 @@ from drjax._compat.types import (
 )
 from drjax._jaxprs.prng_keys import is_key, on_raw
 from drjax._partition import Partition
-from drjax._plan.schedule_moves import Schedule, schedule
+from drjax._plan.schedule_moves import Schedule, Sources, schedule
 from drjax._primitives import registration
 from drjax._primitives.collectives import (
     checked_transpose,
@@ -78,7 +78,7 @@ MOVES = {"permute": permute_p, "take": take_p, "put_add": put_add_p}
 # Bits: what a collective can send, and add to zeros without a change
 
 
-def _move_bits(move: Callable[[Array], Array], x: Array) -> Array:
+def _move_bits(move: Callable[[Array], Array], x: Array, *, adds: bool = True) -> Array:
     """Move slices `[k, *s]` of any dtype, random keys included, as integers.
 
     `move` may use a collective that adds slices to zeros. On integers this is an exact
@@ -86,18 +86,20 @@ def _move_bits(move: Callable[[Array], Array], x: Array) -> Array:
     of floats as unsigned integers; bools as uint8; the raw data of random keys; of
     complex numbers the bits of real and imaginary parts, along a new last axis; and
     integers as they are. It keeps the dtype, and each element of its result must be an
-    element of its operand, or zero.
+    element of its operand, or zero. Where it `adds` nothing, float32 and float64 are
+    moved as they are, without the copies that a cast of bits is on CPU; collectives of
+    smaller floats are not copies on all platforms.
     """
     dtype = x.dtype
     if is_key(dtype):
         return on_raw(move, x)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         parts = jnp.stack([jnp.real(x), jnp.imag(x)], -1)
-        parts = _move_bits(move, parts)
+        parts = _move_bits(move, parts, adds=adds)
         return lax.complex(parts[..., 0], parts[..., 1])
     if dtype == jnp.bool_:
         return move(x.astype(jnp.uint8)) != 0
-    if jnp.issubdtype(dtype, jnp.integer):
+    if jnp.issubdtype(dtype, jnp.integer) or not adds and dtype.itemsize > 2:
         return move(x)
     bits = jnp.dtype(f"uint{8 * dtype.itemsize}")
     return lax.bitcast_convert_type(move(lax.bitcast_convert_type(x, bits)), dtype)
@@ -110,7 +112,7 @@ def _move_bits(move: Callable[[Array], Array], x: Array) -> Array:
 def execute_permute(
     x: PartitionedArray,
     *,
-    sources: tuple[int, ...],
+    sources: Sequence[int],
     partition: Partition,
     mesh: Mesh | None,
 ) -> PartitionedArray:
@@ -122,29 +124,65 @@ def execute_permute(
     if not layout.axes:
         return on_raw(lambda x: _at(x, np.asarray(sources, np.int32)[None], None), x)
 
+    return _take_known(x, sources, layout, layout)
+
+
+def _take_known(
+    x: PartitionedArray, sources: Sequence[int], layout: Layout, result: Layout
+) -> PartitionedArray:
+    """Give group j the slice of group `sources[j]`, on a mesh; zeros without one."""
+
     def move(x: DeviceArray, device: Array) -> DeviceArray:
-        nbytes = math.prod(x.shape[1:]) * x.dtype.itemsize
-        plan = schedule(sources, partition.size, layout.devices, nbytes)
-        return _at(_received(layout, plan, x, device), plan.positions, device)
+        plan = _schedule(x, sources, layout)
+        y = _at(_received(layout, plan, x, device), plan.positions, device)
+        if plan.all_filled:
+            return y
+        filled = lax.broadcast_in_dim(_row(plan.filled, device), y.shape, (0,))
+        return jnp.where(filled, y, jnp.zeros((), y.dtype))
 
     def body(x: DeviceArray, first: Array) -> list[DeviceArray]:
         device = first[0] // layout.per_device
-        return [_move_bits(lambda x: move(x, device), x)]
+        return [_move_bits(lambda x: move(x, device), x, adds=False)]
 
-    return _run_on_devices(layout, body, x)
+    return _run_on_devices(layout, body, x, result=result)
+
+
+def _schedule(x: DeviceArray, sources: Sequence[int], layout: Layout) -> Schedule:
+    """Make the `Schedule` of a move from the groups of a layout, of slices of x."""
+    nbytes = math.prod(x.shape[1:]) * x.dtype.itemsize
+    return schedule(sources, layout.partition.size, layout.devices, nbytes)
 
 
 def _received(
     layout: Layout, plan: Schedule, x: DeviceArray, device: Array
 ) -> DeviceArray:
     """Send slices to other devices; concatenate own ones and those received."""
-    parts = [x]
+    parts = [x] if plan.own else []
     for step in plan.steps:
         # A ppermute takes operands that vary over all of its axes.
         sent = vary(_at(x, step.slots, device), layout.axes)
         parts.append(lax.ppermute(sent, layout.axes, step.pairs))
     if plan.exchanged.size:
         sent = vary(_at(x, plan.exchanged, device), layout.axes)
+        parts.append(lax.all_to_all(sent, layout.axes, 0, 0, tiled=True))
+    return jnp.concatenate(parts)
+
+
+def _sent_back(layout: Layout, plan: Schedule, x: DeviceArray) -> DeviceArray:
+    """Send slices back to where a schedule sends them from: transpose `_received`.
+
+    Its own, the first ones, stay. Those that a device gets are for its slots
+    `plan.slots`; where a `ppermute` has none for it, they are zeros.
+    """
+    parts, start = [lax.slice_in_dim(x, 0, plan.own)], plan.own
+    for step in plan.steps:
+        end = start + step.slots.shape[1]
+        sent = vary(lax.slice_in_dim(x, start, end), layout.axes)
+        pairs = [(receiver, sender) for sender, receiver in step.pairs]
+        parts.append(lax.ppermute(sent, layout.axes, pairs))
+        start = end
+    if plan.exchanged.size:
+        sent = vary(lax.slice_in_dim(x, start, None), layout.axes)
         parts.append(lax.all_to_all(sent, layout.axes, 0, 0, tiled=True))
     return jnp.concatenate(parts)
 
@@ -161,26 +199,26 @@ def _at(x: Array, table: np.ndarray, device: Array | None) -> Array:
     """
     if (table == table[:1]).all():
         table, device = table[:1], None
-    own = lambda x: (
-        x[0]
-        if device is None
-        else lax.dynamic_index_in_dim(jnp.asarray(x), device, keepdims=False)
-    )
     for step in (1, -1):
         cuts = np.flatnonzero((np.diff(table, axis=1) != step).any(0)) + 1
         if len(cuts) >= _MOST_RUNS:
             continue
         runs = []
         for first, end in itertools.pairwise([0, *cuts.tolist(), table.shape[1]]):
-            start = own(table[:, first if step == 1 else end - 1])
+            starts = table[:, first if step == 1 else end - 1]
             if device is None:
-                start = int(start)
+                start = int(starts[0])
                 run = lax.slice_in_dim(x, start, start + end - first)
             else:
-                run = lax.dynamic_slice_in_dim(x, start, end - first)
+                run = lax.dynamic_slice_in_dim(x, _row(starts, device), end - first)
             runs.append(run if step == 1 else lax.rev(run, (0,)))
         return jnp.concatenate(runs)
-    return x[own(table)]
+    return x[table[0] if device is None else _row(table, device)]
+
+
+def _row(table: np.ndarray, device: Array) -> Array:
+    """Return the row of a table that is for a device."""
+    return lax.dynamic_index_in_dim(jnp.asarray(table), device, keepdims=False)
 
 
 def is_permutation(index: Sequence[int] | np.ndarray, n: int) -> bool:
@@ -188,18 +226,20 @@ def is_permutation(index: Sequence[int] | np.ndarray, n: int) -> bool:
     return len(index) == n and bool((np.sort(index) == np.arange(n)).all())
 
 
-def inverse(sources: tuple[int, ...]) -> tuple[int, ...]:
+def inverse(sources: Sequence[int]) -> Sources:
     """Return the inverse of a permutation of 0 to n - 1.
 
     If the permutation takes slice `sources[j]` to j, its inverse takes it back: element
     i of the result is the j with `sources[j] = i`.
     """
-    return tuple(np.argsort(np.asarray(sources, np.int64)).tolist())
+    result = np.empty(len(sources), np.int64)
+    result[np.asarray(sources, np.int64)] = np.arange(len(sources))
+    return Sources(result)
 
 
 # <permute(x), y> = sum_j <x[s(j)], y_j> = sum_i <x_i, y[s^-1(i)]>
 def _permute_transpose(
-    ct: PartitionedArray, x: UndefinedPrimal, *, sources: tuple[int, ...], **params: Any
+    ct: PartitionedArray, x: UndefinedPrimal, *, sources: Sequence[int], **params: Any
 ) -> list[PartitionedArray]:
     return [permute_p.bind(ct, sources=inverse(sources), **params)]
 
@@ -209,17 +249,25 @@ def _permute_transpose(
 
 
 def execute_take(
-    x: PartitionedArray, index: GlobalArray, *, partition: Partition, mesh: Mesh | None
+    x: PartitionedArray,
+    index: GlobalArray,
+    *,
+    partition: Partition,
+    mesh: Mesh | None,
+    sources: Sequence[int] | None = None,
 ) -> PartitionedArray:
     """Give group j the slice of group `index[j]`.
 
-    On a mesh it is one reduce-scatter, or an all-gather of `x` if the result has more
-    slots (groups per device times devices) than `x`.
+    On a mesh it is a `Schedule` if the index is known; else one reduce-scatter, or an
+    all-gather of `x` if the result has more slots (groups per device times devices)
+    than `x`.
     """
     layout = make_layout(partition, mesh)
     if not layout.axes:
         return on_raw(lambda x: _slices_at(x, index), x)
     result = _layout_of_index(index, partition, mesh)
+    if sources is not None:
+        return _take_known(x, sources, layout, result)
     # Slots beyond the groups are padding, which no index reads.
     index = jnp.where(index < partition.size, index, layout.num_slots)
 
@@ -261,13 +309,19 @@ def _take_transpose(
 
 
 def execute_put_add(
-    x: PartitionedArray, index: GlobalArray, *, partition: Partition, mesh: Mesh | None
+    x: PartitionedArray,
+    index: GlobalArray,
+    *,
+    partition: Partition,
+    mesh: Mesh | None,
+    sources: Sequence[int] | None = None,
 ) -> PartitionedArray:
     """Add the slice of group j to slice `index[j]` of the result, from zeros on.
 
     The dtype has arithmetic. 16-bit floats are added in float32 on each device, and
-    communicated in 16 bits. On a mesh it is one reduce-scatter, or an all-gather of `x`
-    if the result has more slots (groups per device times devices) than `x`.
+    communicated in 16 bits. On a mesh it is the `Schedule` of the take, backwards, if
+    the index is known; else one reduce-scatter, or an all-gather of `x` if the result
+    has more slots (groups per device times devices) than `x`.
     """
     result = make_layout(partition, mesh)
     wide = accumulator(x.dtype)
@@ -285,6 +339,17 @@ def execute_put_add(
     if not result.axes:
         return add(x, index, partition.size)
     layout = _layout_of_index(index, partition, mesh)
+    if sources is not None:
+
+        def body_of_known(x: DeviceArray, first: Array) -> list[DeviceArray]:
+            plan, k = _schedule(x, sources, result), result.per_device
+            device = first[0] // layout.per_device
+            sent = add(x, _row(plan.targets, device), plan.size)
+            own, slots = jnp.arange(plan.own), _row(plan.slots, device)
+            back = _sent_back(layout, plan, sent)
+            return [add(back, jnp.concatenate([own, slots]), k)]
+
+        return _run_on_devices(layout, body_of_known, x, result=result)
 
     dropped = result.num_slots  # the index of padding: beyond all slots
     if result.num_slots > layout.num_slots:
@@ -323,13 +388,17 @@ def partitions_of(eqn: Any) -> tuple[Partition, Partition]:
     return pair if eqn.primitive is take_p else pair[::-1]
 
 
-def last_writer(index: Array, n: int) -> Array:
+def last_writer(index: Array | np.ndarray, n: int) -> Array | np.ndarray:
     """Find for each of n groups the last one of several that write to it.
 
     `index` has for each of k groups the group to which it writes, int32 `[k]`; n if it
     writes to none. Element i of the result, int32 `[n]`, is the largest j with
-    `index[j] = i`; -1 if there is none.
+    `index[j] = i`; -1 if there is none. It is of NumPy if `index` is.
     """
+    if isinstance(index, np.ndarray):
+        known = np.full(n + 1, -1, np.int32)
+        np.maximum.at(known, index, np.arange(len(index), dtype=np.int32))
+        return known[:n]
     none = jnp.full(n, -1, jnp.int32)
     writers = jnp.arange(index.shape[0], dtype=jnp.int32)
     return none.at[index].max(writers, mode="drop")
@@ -445,13 +514,13 @@ def _abstract_eval(
 
 
 def _abstract_take(
-    x: Aval, index: Aval, *, partition: Partition, mesh: Mesh | None
+    x: Aval, index: Aval, *, partition: Partition, mesh: Mesh | None, **_: Any
 ) -> Aval:
     return _aval_with_groups(x, _layout_of_index(index, partition, mesh))
 
 
 def _abstract_put_add(
-    x: Aval, index: Aval, *, partition: Partition, mesh: Mesh | None
+    x: Aval, index: Aval, *, partition: Partition, mesh: Mesh | None, **_: Any
 ) -> Aval:
     return _aval_with_groups(x, make_layout(partition, mesh))
 
@@ -480,6 +549,7 @@ def _batch_indexed(primitive: Primitive) -> Callable:
         if index_dim is None:
             x, dim = registration.group_axis_first(x, x_dim)
             return primitive.bind(x, index, **params), dim
+        params |= {"sources": None}  # it differs by element of the batch
         index = _compat.moveaxis(index, index_dim, 0)
         if x_dim is None:
             run = lambda i: primitive.bind(x, i, **params)
