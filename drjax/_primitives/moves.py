@@ -282,13 +282,138 @@ def execute_take(
         divided = _index_on_devices(index, result, 0)
         return _run_on_devices(layout, body_of_many, x, *divided, result=result)
 
-    def body(x: DeviceArray, index: Array, first: Array) -> list[DeviceArray]:
-        position = _pad_index(index, result, 0) - first
+    def by_sum(x: DeviceArray, index: Array, first: Array) -> DeviceArray:
         # One device has the slice, the others zeros: a sum of bits is a copy.
-        move = lambda x: reduce_scatter(result, _slices_at(x, position))
-        return [_move_bits(move, x)]
+        move = lambda x: reduce_scatter(result, _slices_at(x, index - first))
+        return _move_bits(move, x)
+
+    def ragged(x: DeviceArray, index: Array, first: Array) -> DeviceArray:
+        return _take_ragged(x, index, first[0] // layout.per_device, layout, result)
+
+    def body(x: DeviceArray, index: Array, first: Array) -> list[DeviceArray]:
+        # A padded slot of the result gets zeros.
+        index = _pad_index(index, result, layout.num_slots)
+        return [_on_platforms(layout, ragged, by_sum, x, index, first)]
 
     return _run_on_devices(layout, body, x, index, result=result)
+
+
+# Platforms whose compilers have a ragged all-to-all.
+_RAGGED_PLATFORMS = ("tpu",)
+
+
+def _on_platforms(
+    layout: Layout,
+    ragged: Callable[..., DeviceArray],
+    other: Callable[..., DeviceArray],
+    *args: Array,
+) -> DeviceArray:
+    """Call the function for the platform for which the program is lowered.
+
+    TPUs emulate 64-bit numbers, and their compiler knows no ragged all-to-all of these.
+    """
+    if _is_wide(args[0].dtype):
+        return other(*args)
+    args = tuple(vary(x, layout.axes) for x in args)
+    platforms = dict.fromkeys(_RAGGED_PLATFORMS, ragged)
+    return lax.platform_dependent(*args, **platforms, default=other)
+
+
+def _is_wide(dtype: np.dtype) -> bool:
+    """Whether numbers of a dtype are sent as 64-bit numbers."""
+    parts = 2 if jnp.issubdtype(dtype, jnp.complexfloating) else 1
+    return not is_key(dtype) and dtype.itemsize == 8 * parts
+
+
+def _take_ragged(
+    x: DeviceArray, index: Array, device: Array, layout: Layout, result: Layout
+) -> DeviceArray:
+    """Give each slot of this device the slice at its index, by a ragged all-to-all.
+
+    Each slice is sent once for each slot that gets it. `index` is that of all slots of
+    the result; where it is not one of `layout`, the slot gets zeros.
+    """
+    owner = _owner(index, layout)
+    by_device = owner.reshape(result.devices, result.per_device)
+    own = lax.dynamic_index_in_dim(by_device, device, keepdims=False)
+    # Slices are sent in the order of the slots that get them.
+    order = jnp.argsort(owner != device, stable=True)
+    sent = _slices_at(x, index[order] - device * layout.per_device)
+    received = _exchange_ragged(
+        layout,
+        sent,
+        result.per_device,
+        sizes=(by_device == device).sum(1),
+        sizes_received=_bincount(own, result.devices),
+        starts_there=(by_device < device).sum(1),
+    )
+    # They arrive in the order of their owners, and then of the slots.
+    return received[jnp.argsort(jnp.argsort(own, stable=True))]
+
+
+def _put_ragged(
+    x: DeviceArray, index: Array, device: Array, layout: Layout, result: Layout
+) -> tuple[DeviceArray, Array]:
+    """Send each slice of this device to that of its index, by a ragged all-to-all.
+
+    `index` is that of all slots of `layout`; where it is not one of the result, the
+    slice is dropped. Returns the slices that this device gets, and for each its slot;
+    there are as many as slots, and those that are none have the slot `per_device`.
+    """
+    owner = _owner(index, result)
+    by_device = owner.reshape(layout.devices, layout.per_device)
+    own = lax.dynamic_index_in_dim(by_device, device, keepdims=False)
+    earlier = jnp.arange(layout.num_slots) < device * layout.per_device
+    received = _exchange_ragged(
+        layout,
+        x[jnp.argsort(own, stable=True)],
+        layout.num_slots,
+        sizes=_bincount(own, layout.devices),
+        sizes_received=(by_device == device).sum(1),
+        starts_there=_bincount(
+            jnp.where(earlier, owner, layout.devices), layout.devices
+        ),
+    )
+    slots = jnp.where(
+        owner == device, index - device * result.per_device, result.per_device
+    )
+    return received, slots[jnp.argsort(owner != device, stable=True)]
+
+
+def _owner(index: Array, layout: Layout) -> Array:
+    """Return the devices of slots; for those out of bounds, the number of devices."""
+    inside = (index >= 0) & (index < layout.num_slots)
+    return jnp.where(inside, index // layout.per_device, layout.devices)
+
+
+def _bincount(x: Array, size: int) -> Array:
+    """Count how often each of 0 to size - 1 is in `x`, int32 `[size]`."""
+    return jnp.zeros_like(x, shape=(size,)).at[x].add(1, mode="drop")
+
+
+def _exchange_ragged(
+    layout: Layout,
+    x: DeviceArray,
+    count: int,
+    *,
+    sizes: Array,
+    sizes_received: Array,
+    starts_there: Array,
+) -> DeviceArray:
+    """Send to each device, in order, so many of the first slices of `x`.
+
+    `starts_there` says where each device puts them among the `count` slices of its
+    result, of which the others are zeros.
+    """
+    starts = jnp.cumsum(sizes) - sizes
+    table = [starts, sizes, starts_there, sizes_received]
+    table = [vary(t.astype(jnp.int32), layout.axes) for t in table]
+
+    def exchange(x: DeviceArray) -> DeviceArray:
+        empty = vary(jnp.zeros_like(x, shape=(count, *x.shape[1:])), layout.axes)
+        return lax.ragged_all_to_all(x, empty, *table, axis_name=layout.axes)
+
+    return _move_bits(exchange, x, adds=False)
 
 
 def _slices_at(x: Array, index: Array) -> Array:
@@ -364,12 +489,20 @@ def execute_put_add(
 
         return _run_on_devices(layout, body_of_few, x, index, result=result)
 
-    def body(x: DeviceArray, index: Array, first: Array) -> list[DeviceArray]:
-        own = _own_index(index, layout, layout, first)
-        return [reduce_scatter(result, add(x, own, dropped))]
+    def by_sum(x: DeviceArray, index: Array, first: Array) -> DeviceArray:
+        own = lax.dynamic_slice_in_dim(index, first[0], layout.per_device)
+        return reduce_scatter(result, add(x, own, dropped))
 
-    return _run_on_devices(layout, body, x, *_index_on_devices(index, layout, dropped),
-                       result=result)  # fmt: skip
+    def ragged(x: DeviceArray, index: Array, first: Array) -> DeviceArray:
+        device = first[0] // layout.per_device
+        received, slots = _put_ragged(x, index, device, layout, result)
+        return add(received, slots, result.per_device)
+
+    def body(x: DeviceArray, index: Array, first: Array) -> list[DeviceArray]:
+        index = _pad_index(index, layout, dropped)
+        return [_on_platforms(layout, ragged, by_sum, x, index, first)]
+
+    return _run_on_devices(layout, body, x, index, result=result)
 
 
 def partitions_of(eqn: Any) -> tuple[Partition, Partition]:
