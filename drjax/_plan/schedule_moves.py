@@ -35,7 +35,9 @@ MESSAGE = 2**15
 _MESSAGES_OF_ALL_TO_ALL = 4
 # Matchings must cost less than this part of what one all-to-all costs.
 _WORTH_MATCHINGS = 0.9
-# They are sought among so many pairs of devices at most.
+# An all-to-all may be so much wider to spare a copy of what is received.
+_WORTH_NO_COPY = 1.1
+# Matchings are sought among so many pairs of devices at most.
 _MOST_PAIRS = 2**16
 
 
@@ -161,11 +163,12 @@ def schedule(sources: Sequence[int], n: int, devices: int, nbytes: int) -> Sched
     matchings, width = _split(counts, nbytes)
     own = k
     if width and not matchings:
-        # If the own slices fit into the all-to-all, nothing is concatenated.
+        # If the own slices about fit into the all-to-all, nothing is concatenated.
         all_read = np.flatnonzero(filled)
         every = _edges(source[all_read], all_read, devices, k, l)
-        if every.place.max() < width:
-            read, edges, own = all_read, every, 0
+        with_own = int(every.place.max()) + 1
+        if with_own <= width * _WORTH_NO_COPY:
+            read, edges, own, width = all_read, every, 0, with_own
     sender, receiver, slot, place, edge_of = edges
     steps, position, received = [], np.zeros(len(slot), np.int64), own
     for receivers, c in matchings:

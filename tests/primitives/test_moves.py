@@ -14,6 +14,7 @@ import pytest
 import drjax
 from drjax._primitives.moves import take_p
 from tests.helpers.cases import checkerboard
+from tests.helpers.exchanges import exchanges_of_large_programs
 from tests.helpers.groups import TREES, assert_trees_equal, four
 from tests.helpers.meshes import groups_and_meshes, in_mesh, make_mesh
 from tests.helpers.raising import X3, raises, three
@@ -245,6 +246,21 @@ def test_a_permutation_needs_a_permute_for_each_group_of_a_device_at_most():
     collectives, _ = communicated(lambda x: drjax.take(x, permutation))
     assert [*collectives] == ["collective-permute"]
     assert collectives["collective-permute"] <= 2
+
+
+@pytest.mark.sampled
+@checkerboard(5, mesh=MESHES, name=MOVES)
+def test_values_and_gradients_by_the_exchanges_of_large_programs(name, mesh):
+    n, make = MESHES[mesh]
+    x, index = arguments(n)
+    want = MOVES[name][1](np.sin(x), n) * x
+    direction = np.cos(np.arange(3 * n)).reshape(n, 3)
+    with in_mesh(make and make()), exchanges_of_large_programs():
+        result = jax.jit(program_of(name, n))(x, index)
+        np.testing.assert_allclose(result, want, rtol=1e-5, atol=1e-6)
+        grad = jax.jit(jax.grad(loss_of(name, n)))(x, index)
+        expected = directional(name, x, n, direction)
+        np.testing.assert_allclose((grad * direction).sum(), expected, rtol=1e-3)
 
 
 @pytest.mark.parametrize("jit", [jax.jit, drjax.jit])
