@@ -133,7 +133,7 @@ def tasks(n: int, on_tpu: bool) -> dict[str, tuple[Callable, Callable]]:
     ring = lambda k: _sharded(lambda x, _: _ring(x, k), in_specs=(P(_AXIS), P()))
     by_data = lambda fn: _sharded(fn, in_specs=(P(_AXIS), P()), check_vma=False)
     take, put = (_take_ragged, _put_ragged) if on_tpu else (_take_by_sum, _put_by_sum)
-    weights = jnp.arange(NUMBERS, dtype=jnp.float32)
+    weights = np.arange(NUMBERS, dtype=np.float32)
     squares = lambda fn: jax.grad(lambda x, i: jnp.sum(fn(x, i) ** 2 * weights))
     program = drjax.program(clients=n)
     known = lambda x, _: drjax.take(x, repeated)

@@ -65,10 +65,12 @@ def take(
     cohort of it. With x of n groups, the index may have any length. The population, or
     the cohort, is a partition of the same name, over the same mesh axes.
 
-    On a mesh, a permutation that is known without running the program is one or more
-    `ppermute`, of the slices that change their device. Another index is one
-    reduce-scatter, with temporary memory of a slice for each element of the index on
-    each device; or, if it has more elements than x has slices, an all-gather of x.
+    On a mesh, an index that is known without running the program sends each slice once
+    to each device that needs it: by few `ppermute`s, or one all-to-all padded to the
+    most slices that a pair of devices exchanges, whichever costs less. An index that is
+    data is one reduce-scatter, or on TPUs a ragged all-to-all, with temporary memory of
+    a slice for each element of the index on each device; or, if it has more elements
+    than x has slices, an all-gather of x.
 
     Args:
       x: Tree of partitioned arrays `[n, *s]`, any dtype, typed keys included; or of
@@ -210,7 +212,7 @@ def shift(
     On a mesh, let d be the shorter way around the ring, d <= n / 2. If each device has
     n / m groups, and d is not more than that, it is one `ppermute`, in which each
     device sends d slices; for a longer d it is one or two, of all slices. If the m
-    devices do not divide n, it is up to as many `ppermute`s as a device has groups.
+    devices do not divide n, it is as of `drjax.take`.
 
     Args:
       x: Tree of partitioned arrays `[n, *s]`, any dtype, typed keys included.
@@ -366,10 +368,7 @@ def _in_bounds(block: str, index: Array | np.ndarray, n: int) -> Array | np.ndar
 
 
 def _permutation(index: Array | np.ndarray, n: int) -> Sources | None:
-    """Return an index if it is known and a permutation of 0 to n - 1.
-
-    An index is known, without running the program, if it is a NumPy array.
-    """
+    """Return an index if it is known, and a permutation of 0 to n - 1."""
     if isinstance(index, jax.Array):
         return None
     return Sources(index) if is_permutation(index, n) else None

@@ -17,12 +17,15 @@ Each is linear in x, and its transpose is another one of them, with the inner pr
     permute(sources)^T = permute(the inverse of sources)
     take^T = put_add        put_add^T = take
 
-On a mesh, a permutation is the `ppermute`s and the all-to-all of `schedule_moves`; a
-shift sends the slices at the edge of a device only. A traced index is not
-known to the compiler. If the result has as many groups or fewer, each device puts those
-of its slices that are asked for in zeros of the size of the result, and one
-reduce-scatter adds these up. If it has more, an all-gather gives each device the
-slices, of which it takes those for its groups. Both send the smaller of the two.
+On a mesh, a permutation, or an index whose numbers are the parameter `sources`, is the
+`ppermute`s and the all-to-all of `schedule_moves`, and its transpose the same ones
+backwards; a shift sends the slices at the edge of a device only. Another index is data.
+If the result has as many groups or fewer, each device puts those of its slices that are
+asked for in zeros of the size of the result, and one reduce-scatter adds these up. On
+TPUs, whose compiler makes an all-reduce of that, a ragged all-to-all sends each slice
+to the device that gets it. If the result has more groups, an all-gather gives each
+device the slices, of which it takes those for its groups. All send no more than the
+smaller of operand and result.
 
 Invariants: a rule binds these primitives only. A move copies bits: it keeps NaN and the
 sign of zeros, and has every dtype, random keys included. Padding is never read. For
