@@ -1,11 +1,11 @@
-"""Count what it costs to move the slices of many groups, beside hand-written code.
+"""Count what moves of the slices of many groups cost, hand-written and with drjax.
 
     python -m benchmarks.moves                   # 2048, 100 000 and a million groups
     python -m benchmarks.moves --quick           # 2048 groups
     python -m benchmarks.moves --tpu v5e:2x4     # what the TPU compiler says
 
-Each task is written with drjax (run by `jax.jit` and by `drjax.jit`) and by hand in a
-`jax.shard_map`: rings of `ppermute`; one all-to-all padded to the most slices that a
+Each task is written with drjax (run by `jax.jit` and by `drjax.jit`), and hand-written
+in a `jax.shard_map`: rings of `ppermute`; one all-to-all padded to the most slices that a
 pair of devices exchanges, with tables made by NumPy; and of an index that is data, on
 CPU a reduce-scatter, on TPUs a ragged all-to-all. For 8 devices: CPU-seconds to lower
 and to compile, bytes that one device sends, and temporary memory. Nothing is timed but
@@ -82,11 +82,11 @@ def _put_by_sum(x, index):
     return lax.psum_scatter(slices, _AXIS, tiled=True)
 
 
-def _ragged(x, count: int, sizes, there, received):
+def _ragged(x, count: int, sizes, targets, received):
     starts = jnp.cumsum(sizes) - sizes
     empty = jnp.zeros((count, x.shape[1]), x.dtype)
     return lax.ragged_all_to_all(
-        x, empty, starts, sizes, there, received, axis_name=_AXIS
+        x, empty, starts, sizes, targets, received, axis_name=_AXIS
     )
 
 
@@ -185,12 +185,12 @@ def measure(sizes: tuple[int, ...], topology: str | None = None) -> Iterator[dic
     mesh = jax.sharding.Mesh(devices, (_AXIS,), axis_types=auto)
     for n in sizes:
         with jax.set_mesh(mesh):
-            for task, (ours, by_hand) in tqdm(tasks(n, bool(topology)).items()):
-                yield from _measure_task(task, ours, by_hand, mesh, n, not topology)
+            for task, (ours, baseline) in tqdm(tasks(n, bool(topology)).items()):
+                yield from _measure_task(task, ours, baseline, mesh, n, not topology)
 
 
 def _measure_task(
-    task: str, ours: Callable, by_hand: Callable, mesh: Any, n: int, runs: bool
+    task: str, ours: Callable, baseline: Callable, mesh: Any, n: int, runs: bool
 ) -> Iterator[dict]:
     """The measurements of one task; see `measure`."""
     draw = np.random.RandomState(1)
@@ -206,7 +206,7 @@ def _measure_task(
     functions = {
         OURS: jax.jit(ours),
         PLANNED: drjax.jit(ours),
-        BASELINE: jax.jit(by_hand),
+        BASELINE: jax.jit(baseline),
     }
     results = []
     for name, fn in functions.items():

@@ -12,9 +12,9 @@ a move of whole blocks, is one matching or two. A random permutation would need 
 it is one all-to-all. Between these, matchings are taken off C one after the other, the
 widest first, and the all-to-all sends what is left, where that costs less: a `ppermute`
 costs as much as `MESSAGE` bytes. Without an all-to-all, the matchings send no more
-slices than the busiest device must send or receive: C, filled up to equal sums of rows
-and columns, is a sum of permutations (Birkhoff 1946, "Tres observaciones sobre el
-algebra lineal").
+slices than the busiest device must send or receive: C, filled up so that all send
+and receive as many, is a sum of permutations (Birkhoff 1946, "Tres observaciones sobre
+el algebra lineal").
 
 Invariants: a slice that stays on its device is not sent, and one that several slots of
 a device get is sent there once. Sharp edges: the tables have an element for each slice
@@ -173,18 +173,18 @@ def schedule(sources: Sequence[int], n: int, devices: int, nbytes: int) -> Sched
     steps, position, received = [], np.zeros(len(slot), np.int64), own
     for receivers, c in matchings:
         paired = receivers[sender] == receiver
-        here = paired & (place >= 0) & (place < c)
-        slots = _table(devices, c, sender[here], place[here], slot[here])
-        senders = np.unique(sender[here])
+        now = paired & (place >= 0) & (place < c)
+        slots = _table(devices, c, sender[now], place[now], slot[now])
+        senders = np.unique(sender[now])
         pairs = tuple(zip(senders.tolist(), receivers[senders].tolist(), strict=True))
         steps.append(PermuteStep(pairs, slots))
-        position[here] = received + place[here]
+        position[now] = received + place[now]
         place = np.where(paired, place - c, place)
         received += c
-    here = place >= 0
-    column = receiver[here] * width + place[here]
-    exchanged = _table(devices, devices * width, sender[here], column, slot[here])
-    position[here] = received + sender[here] * width + place[here]
+    now = place >= 0
+    column = receiver[now] * width + place[now]
+    exchanged = _table(devices, devices * width, sender[now], column, slot[now])
+    position[now] = received + sender[now] * width + place[now]
     positions[read] = position[edge_of]
     of_slot = np.flatnonzero(filled)
     positions = _table(devices, l, of_slot // l, of_slot % l, positions[of_slot])
@@ -218,16 +218,21 @@ def _edges(
 
 
 def _table(
-    rows: int, columns: int, row: np.ndarray, column: np.ndarray, values: np.ndarray
+    devices: int,
+    columns: int,
+    device: np.ndarray,
+    column: np.ndarray,
+    values: np.ndarray,
 ) -> np.ndarray:
-    """Make an int32 table of values; elsewhere a row has those of the first that has.
+    """Make an int32 table of values for each device, `[devices, columns]`.
 
-    No one reads these, and if all rows are equal, devices need no table.
+    Where a device has no value, it gets that of the first one that has. It is not read,
+    and if the values of all devices are equal, they need no table.
     """
-    first = np.zeros(columns, np.int32)
-    first[column[::-1]] = values[::-1]
-    table = np.tile(first, (rows, 1))
-    table[row, column] = values
+    of_all = np.zeros(columns, np.int32)
+    of_all[column[::-1]] = values[::-1]
+    table = np.tile(of_all, (devices, 1))
+    table[device, column] = values
     return table
 
 
@@ -262,28 +267,28 @@ def _split(counts: np.ndarray, nbytes: int) -> tuple[list[tuple[np.ndarray, int]
 
 
 def _with_equal_sums(counts: np.ndarray) -> np.ndarray:
-    """Add to a matrix of counts so that the sums of all rows and columns are equal.
+    """Add to a matrix of counts so that all devices send and receive as many slices.
 
-    They become the largest of them; what is added is on the diagonal first, where
+    The sums become the largest of them; what is added is on the diagonal first, where
     nothing is sent.
     """
     filled = counts.copy()
     most = max(counts.sum(0).max(), counts.sum(1).max())
     diagonal = np.arange(len(counts))
     filled[diagonal, diagonal] += most - np.maximum(counts.sum(0), counts.sum(1))
-    # Where the missing parts of rows and of columns, each in a line, overlap.
-    rows, columns = (np.cumsum(most - filled.sum(axis)) for axis in (1, 0))
-    ends = np.union1d(rows, columns)
+    # Where what senders and receivers lack, each in a line, overlaps.
+    senders, receivers = (np.cumsum(most - filled.sum(axis)) for axis in (1, 0))
+    ends = np.union1d(senders, receivers)
     ends = ends[ends > 0]
-    row, column = (np.searchsorted(line, ends) for line in (rows, columns))
-    np.add.at(filled, (row, column), np.diff(ends, prepend=0))
+    pairs = tuple(np.searchsorted(line, ends) for line in (senders, receivers))
+    np.add.at(filled, pairs, np.diff(ends, prepend=0))
     return filled
 
 
 def _widest_matching(filled: np.ndarray) -> tuple[np.ndarray, int]:
     """Find the permutation of devices whose least element in a matrix is largest.
 
-    The matrix has equal sums of rows and columns. The second result is that element.
+    The matrix is of `_with_equal_sums`. The second result is that element.
     """
     m = len(filled)
     receivers = filled.argmax(1)
@@ -297,9 +302,9 @@ def _widest_matching(filled: np.ndarray) -> tuple[np.ndarray, int]:
     while low < high:
         middle = (low + high) // 2
         graph = sparse.csr_array(filled >= widths[middle])
-        found = maximum_bipartite_matching(graph, perm_type="column")
-        if (found < 0).any():
+        matching = maximum_bipartite_matching(graph, perm_type="column")
+        if (matching < 0).any():
             high = middle
         else:
-            receivers, least, low = found, int(widths[middle]), middle + 1
+            receivers, least, low = matching, int(widths[middle]), middle + 1
     return receivers, least

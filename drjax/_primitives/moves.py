@@ -125,7 +125,7 @@ def execute_permute(
     """
     layout = make_layout(partition, mesh)
     if not layout.axes:
-        return on_raw(lambda x: _at(x, np.asarray(sources, np.int32)[None], None), x)
+        return on_raw(lambda x: _read(x, np.asarray(sources, np.int32)[None], None), x)
 
     return _take_known(x, sources, layout, layout)
 
@@ -137,10 +137,10 @@ def _take_known(
 
     def move(x: DeviceArray, device: Array) -> DeviceArray:
         plan = _schedule(x, sources, layout)
-        y = _at(_received(layout, plan, x, device), plan.positions, device)
+        y = _read(_received(layout, plan, x, device), plan.positions, device)
         if plan.all_filled:
             return y
-        filled = lax.broadcast_in_dim(_row(plan.filled, device), y.shape, (0,))
+        filled = lax.broadcast_in_dim(_of_device(plan.filled, device), y.shape, (0,))
         return jnp.where(filled, y, jnp.zeros((), y.dtype))
 
     def body(x: DeviceArray, first: Array) -> list[DeviceArray]:
@@ -163,10 +163,10 @@ def _received(
     parts = [x] if plan.own else []
     for step in plan.steps:
         # A ppermute takes operands that vary over all of its axes.
-        sent = vary(_at(x, step.slots, device), layout.axes)
+        sent = vary(_read(x, step.slots, device), layout.axes)
         parts.append(lax.ppermute(sent, layout.axes, step.pairs))
     if plan.exchanged.size:
-        sent = vary(_at(x, plan.exchanged, device), layout.axes)
+        sent = vary(_read(x, plan.exchanged, device), layout.axes)
         parts.append(lax.all_to_all(sent, layout.axes, 0, 0, tiled=True))
     return jnp.concatenate(parts)
 
@@ -193,10 +193,10 @@ def _sent_back(layout: Layout, plan: Schedule, x: DeviceArray) -> DeviceArray:
 _MOST_RUNS = 8  # of slices that are copied one by one
 
 
-def _at(x: Array, table: np.ndarray, device: Array | None) -> Array:
-    """Return `x[table[device]]`; with None, the table has one row.
+def _read(x: Array, table: np.ndarray, device: Array | None) -> Array:
+    """Return `x[table[device]]`; with None, the table is for one device.
 
-    If the rows are a few runs of consecutive slices, all forwards or all backwards, of
+    If its indices are a few runs of consecutive slices, all forwards or all backwards, of
     equal lengths on all devices, the runs are copied one by one: a table in memory and
     a gather would cost more than what is moved.
     """
@@ -213,14 +213,16 @@ def _at(x: Array, table: np.ndarray, device: Array | None) -> Array:
                 start = int(starts[0])
                 run = lax.slice_in_dim(x, start, start + end - first)
             else:
-                run = lax.dynamic_slice_in_dim(x, _row(starts, device), end - first)
+                run = lax.dynamic_slice_in_dim(
+                    x, _of_device(starts, device), end - first
+                )
             runs.append(run if step == 1 else lax.rev(run, (0,)))
         return jnp.concatenate(runs)
-    return x[table[0] if device is None else _row(table, device)]
+    return x[table[0] if device is None else _of_device(table, device)]
 
 
-def _row(table: np.ndarray, device: Array) -> Array:
-    """Return the row of a table that is for a device."""
+def _of_device(table: np.ndarray, device: Array) -> Array:
+    """Return `table[device]`, of a device that its code knows."""
     return lax.dynamic_index_in_dim(jnp.asarray(table), device, keepdims=False)
 
 
@@ -472,8 +474,8 @@ def execute_put_add(
         def body_of_known(x: DeviceArray, first: Array) -> list[DeviceArray]:
             plan, k = _schedule(x, sources, result), result.per_device
             device = first[0] // layout.per_device
-            sent = add(x, _row(plan.targets, device), plan.size)
-            own, slots = jnp.arange(plan.own), _row(plan.slots, device)
+            sent = add(x, _of_device(plan.targets, device), plan.size)
+            own, slots = jnp.arange(plan.own), _of_device(plan.slots, device)
             back = _sent_back(layout, plan, sent)
             return [add(back, jnp.concatenate([own, slots]), k)]
 

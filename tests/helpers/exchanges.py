@@ -19,14 +19,14 @@ def _ragged_all_to_all(
 ):
     """What `lax.ragged_all_to_all` means."""
     every = (operand, input_offsets, send_sizes, output_offsets)
-    rows, starts, sizes, there = (lax.all_gather(x, axis_name) for x in every)
+    slices, starts, sizes, targets = (lax.all_gather(x, axis_name) for x in every)
     own, place = lax.axis_index(axis_name), jnp.arange(output.shape[0])
-    for sender in range(rows.shape[0]):
-        first, size = there[sender, own], sizes[sender, own]
-        here = (place >= first) & (place < first + size)
+    for sender in range(slices.shape[0]):
+        first, size = targets[sender, own], sizes[sender, own]
+        received = (place >= first) & (place < first + size)
         source = (place - first + starts[sender, own]).clip(0, operand.shape[0] - 1)
-        here = lax.broadcast_in_dim(here, output.shape, (0,))
-        output = jnp.where(here, rows[sender][source], output)
+        received = lax.broadcast_in_dim(received, output.shape, (0,))
+        output = jnp.where(received, slices[sender][source], output)
     return output
 
 
