@@ -5,8 +5,8 @@
     python -m benchmarks.moves --tpu v5e:2x4     # what the TPU compiler says
 
 Each task is written with drjax (run by `jax.jit` and by `drjax.jit`), and hand-written
-in a `jax.shard_map`: rings of `ppermute`; one all-to-all padded to the most slices that a
-pair of devices exchanges, with tables made by NumPy; and of an index that is data, on
+in a `jax.shard_map`: rings of `ppermute`; one all-to-all padded to the most slices that
+a pair of devices exchanges, with tables made by NumPy; and of an index that is data, on
 CPU a reduce-scatter, on TPUs a ragged all-to-all. For 8 devices: CPU-seconds to lower
 and to compile, bytes that one device sends, and temporary memory. Nothing is timed but
 the compiler; on CPU, results are compared. With `--out` the table goes to

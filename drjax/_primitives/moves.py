@@ -196,9 +196,9 @@ _MOST_RUNS = 8  # of slices that are copied one by one
 def _read(x: Array, table: np.ndarray, device: Array | None) -> Array:
     """Return `x[table[device]]`; with None, the table is for one device.
 
-    If its indices are a few runs of consecutive slices, all forwards or all backwards, of
-    equal lengths on all devices, the runs are copied one by one: a table in memory and
-    a gather would cost more than what is moved.
+    If its indices are a few runs of consecutive slices, all forwards or all backwards,
+    of equal lengths on all devices, the runs are copied one by one: a table in memory
+    and a gather would cost more than what is moved.
     """
     if (table == table[:1]).all():
         table, device = table[:1], None
