@@ -23,9 +23,9 @@ backwards; a shift sends the slices at the edge of a device only. Another index 
 If the result has as many groups or fewer, each device puts those of its slices that are
 asked for in zeros of the size of the result, and one reduce-scatter adds these up. On
 TPUs, whose compiler makes an all-reduce of that, a ragged all-to-all sends each slice
-to the device that gets it. If the result has more groups, an all-gather gives each
-device the slices, of which it takes those for its groups. All send no more than the
-smaller of operand and result.
+to the device that gets it, or an all-gather sends all of them if they are tiny. If the
+result has more groups, an all-gather gives each device the slices, of which it takes
+those for its groups. All send no more than the smaller of operand and result.
 
 Invariants: a rule binds these primitives only. A move copies bits: it keeps NaN and the
 sign of zeros, and has every dtype, random keys included. Padding is never read. For
@@ -292,42 +292,53 @@ def execute_take(
         move = lambda x: reduce_scatter(result, _slices_at(x, index - first))
         return _move_bits(move, x)
 
-    def ragged(x: DeviceArray, index: Array, first: Array) -> DeviceArray:
-        return _take_ragged(x, index, first[0] // layout.per_device, layout, result)
+    def on_tpu(x: DeviceArray, index: Array, first: Array) -> DeviceArray:
+        device = first[0] // layout.per_device
+        if _is_sent_ragged(x, layout):
+            return _take_ragged(x, index, device, layout, result)
+        # A TPU makes an all-reduce of the reduce-scatter.
+        own = lax.dynamic_slice_in_dim(
+            index, device * result.per_device, result.per_device
+        )
+        return _move_bits(lambda x: _slices_at(_all_slices(layout, x), own), x)
 
     def body(x: DeviceArray, index: Array, first: Array) -> list[DeviceArray]:
         # A padded slot of the result gets zeros.
         index = _pad_index(index, result, layout.num_slots)
-        return [_on_platforms(layout, ragged, by_sum, x, index, first)]
+        return [_on_platforms(layout, on_tpu, by_sum, x, index, first)]
 
     return _run_on_devices(layout, body, x, index, result=result)
 
 
 # Platforms whose compilers have a ragged all-to-all.
 _RAGGED_PLATFORMS = ("tpu",)
+# It pads a slice to a multiple of so many bytes.
+_RAGGED_UNIT = 512
 
 
 def _on_platforms(
     layout: Layout,
-    ragged: Callable[..., DeviceArray],
+    on_tpu: Callable[..., DeviceArray],
     other: Callable[..., DeviceArray],
     *args: Array,
 ) -> DeviceArray:
-    """Call the function for the platform for which the program is lowered.
-
-    TPUs emulate 64-bit numbers, and their compiler knows no ragged all-to-all of these.
-    """
-    if _is_wide(args[0].dtype):
-        return other(*args)
+    """Call the function for the platform for which the program is lowered."""
     args = tuple(vary(x, layout.axes) for x in args)
-    platforms = dict.fromkeys(_RAGGED_PLATFORMS, ragged)
+    platforms = dict.fromkeys(_RAGGED_PLATFORMS, on_tpu)
     return lax.platform_dependent(*args, **platforms, default=other)
 
 
-def _is_wide(dtype: np.dtype) -> bool:
-    """Whether numbers of a dtype are sent as 64-bit numbers."""
-    parts = 2 if jnp.issubdtype(dtype, jnp.complexfloating) else 1
-    return not is_key(dtype) and dtype.itemsize == 8 * parts
+def _is_sent_ragged(x: DeviceArray, layout: Layout) -> bool:
+    """Whether a ragged all-to-all can send slices, in less than an all-gather of all.
+
+    TPUs emulate 64-bit numbers, and their compiler knows no ragged all-to-all of these.
+    """
+    parts = 2 if jnp.issubdtype(x.dtype, jnp.complexfloating) else 1
+    if not is_key(x.dtype) and x.dtype.itemsize == 8 * parts:
+        return False
+    nbytes = math.prod(x.shape[1:]) * x.dtype.itemsize
+    padded = -(-nbytes // _RAGGED_UNIT) * _RAGGED_UNIT
+    return padded <= layout.devices * nbytes
 
 
 def _take_ragged(
@@ -498,14 +509,16 @@ def execute_put_add(
         own = lax.dynamic_slice_in_dim(index, first[0], layout.per_device)
         return reduce_scatter(result, add(x, own, dropped))
 
-    def ragged(x: DeviceArray, index: Array, first: Array) -> DeviceArray:
+    def on_tpu(x: DeviceArray, index: Array, first: Array) -> DeviceArray:
+        if not _is_sent_ragged(x, layout):
+            return by_sum(x, index, first)
         device = first[0] // layout.per_device
         received, slots = _put_ragged(x, index, device, layout, result)
         return add(received, slots, result.per_device)
 
     def body(x: DeviceArray, index: Array, first: Array) -> list[DeviceArray]:
         index = _pad_index(index, layout, dropped)
-        return [_on_platforms(layout, ragged, by_sum, x, index, first)]
+        return [_on_platforms(layout, on_tpu, by_sum, x, index, first)]
 
     return _run_on_devices(layout, body, x, index, result=result)
 

@@ -40,6 +40,7 @@ def exchanges_of_large_programs(on: bool = True):
     with (
         mock.patch.object(lax, "ragged_all_to_all", _ragged_all_to_all),
         mock.patch.object(moves, "_RAGGED_PLATFORMS", ("cpu",)),
+        mock.patch.object(moves, "_RAGGED_UNIT", 1),
         mock.patch.object(schedule_moves, "_MESSAGES_OF_ALL_TO_ALL", 0),
     ):
         yield

@@ -263,6 +263,18 @@ def test_values_and_gradients_by_the_exchanges_of_large_programs(name, mesh):
         np.testing.assert_allclose((grad * direction).sum(), expected, rtol=1e-3)
 
 
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda x: drjax.take(x, np.zeros(16, int)),
+        lambda x: drjax.put(x, np.zeros(16, int), add=True),
+    ],
+)
+def test_of_a_known_index_a_slice_is_sent_to_a_device_once(move):
+    collectives, sizes = communicated(move)
+    assert collectives == {"all-to-all": 1} and sizes == {8 * 400}
+
+
 @pytest.mark.parametrize("jit", [jax.jit, drjax.jit])
 def test_a_permutation_of_many_is_one_all_to_all(jit):
     """Also backwards; the ledger counts the bytes that are sent."""
@@ -296,12 +308,12 @@ def test_a_permutation_of_many_is_one_all_to_all(jit):
 @pytest.mark.parametrize(
     "move",
     [
-        lambda x: drjax.take(x, np.zeros(16, int)),
-        lambda x: drjax.put(x, np.zeros(16, int), add=True),
+        lambda x: drjax.take(x, jnp.zeros(16, int)),
+        lambda x: drjax.put(x, jnp.zeros(16, int), add=True),
     ],
 )
 @pytest.mark.parametrize("jit", [jax.jit, drjax.jit])
-def test_another_index_is_one_reduce_scatter(move, jit):
+def test_an_index_that_is_data_is_one_reduce_scatter(move, jit):
     collectives, _ = communicated(move, jit=jit)
     assert sum(collectives.values()) == 1
     assert {*collectives} <= {"reduce-scatter", "all-reduce"}  # CPU may have no other
