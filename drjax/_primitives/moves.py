@@ -294,9 +294,12 @@ def execute_take(
 
     def on_tpu(x: DeviceArray, index: Array, first: Array) -> DeviceArray:
         device = first[0] // layout.per_device
-        if _is_sent_ragged(x, layout):
-            return _take_ragged(x, index, device, layout, result)
         # A TPU makes an all-reduce of the reduce-scatter.
+        gathered, reduced = layout.num_slots, 2 * result.num_slots
+        if _ragged_sends_less(x, result.per_device, min(gathered, reduced)):
+            return _take_ragged(x, index, device, layout, result)
+        if reduced < gathered:
+            return by_sum(x, index, first)
         own = lax.dynamic_slice_in_dim(
             index, device * result.per_device, result.per_device
         )
@@ -328,8 +331,8 @@ def _on_platforms(
     return lax.platform_dependent(*args, **platforms, default=other)
 
 
-def _is_sent_ragged(x: DeviceArray, layout: Layout) -> bool:
-    """Whether a ragged all-to-all can send slices, in less than an all-gather of all.
+def _ragged_sends_less(x: DeviceArray, count: int, slices: int) -> bool:
+    """Whether a ragged all-to-all of `count` slices sends less than so many slices.
 
     TPUs emulate 64-bit numbers, and their compiler knows no ragged all-to-all of these.
     """
@@ -338,7 +341,7 @@ def _is_sent_ragged(x: DeviceArray, layout: Layout) -> bool:
         return False
     nbytes = math.prod(x.shape[1:]) * x.dtype.itemsize
     padded = -(-nbytes // _RAGGED_UNIT) * _RAGGED_UNIT
-    return padded <= layout.devices * nbytes
+    return count * padded <= slices * nbytes
 
 
 def _take_ragged(
@@ -510,7 +513,8 @@ def execute_put_add(
         return reduce_scatter(result, add(x, own, dropped))
 
     def on_tpu(x: DeviceArray, index: Array, first: Array) -> DeviceArray:
-        if not _is_sent_ragged(x, layout):
+        # A TPU makes an all-reduce of the reduce-scatter.
+        if not _ragged_sends_less(x, layout.per_device, 2 * result.num_slots):
             return by_sum(x, index, first)
         device = first[0] // layout.per_device
         received, slots = _put_ragged(x, index, device, layout, result)
