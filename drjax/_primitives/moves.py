@@ -357,7 +357,9 @@ def _take_ragged(
     own = lax.dynamic_index_in_dim(by_device, device, keepdims=False)
     # Slices are sent in the order of the slots that get them.
     order = jnp.argsort(owner != device, stable=True)
-    sent = _slices_at(x, index[order] - device * layout.per_device)
+    position = index[order] - device * layout.per_device
+    # Those that this device has not come last, and are not sent.
+    sent = x[position.clip(0, layout.per_device - 1)]
     received = _exchange_ragged(
         layout,
         sent,
