@@ -62,7 +62,10 @@ Of `reduce_sum_p` and `reduce_mean_p`, where a program asks for it:
 
 Of `permute_p` also:
 
-* `sources`: a permutation of 0 to n - 1, a tuple of integers.
+* `sources`: a permutation of 0 to n - 1, a sequence of integers.
+
+Of `take_p` and `put_add_p` it is the numbers of the index, if they are known, else
+None. It may be ignored.
 
 The index of `take_p` and `put_add_p` is a global value, int32 `[k]`. Where it is not in
 0 to n - 1, the result of `take_p` is zeros, and `put_add_p` drops the slice. If k is

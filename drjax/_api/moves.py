@@ -35,6 +35,7 @@ from drjax._api.validate import check_flag, flatten_partitioned
 from drjax._compat.types import Array, GlobalArray, PartitionedArray, PyTree, Tree
 from drjax._error_texts import brief
 from drjax._errors import DrjaxTypeError, DrjaxValueError
+from drjax._plan.schedule_moves import Sources
 from drjax._primitives.collectives import scatter_p
 from drjax._primitives.moves import (
     inverse,
@@ -64,10 +65,12 @@ def take(
     cohort of it. With x of n groups, the index may have any length. The population, or
     the cohort, is a partition of the same name, over the same mesh axes.
 
-    On a mesh, a permutation that is known without running the program is one or more
-    `ppermute`, of the slices that change their device. Another index is one
-    reduce-scatter, with temporary memory of a slice for each element of the index on
-    each device; or, if it has more elements than x has slices, an all-gather of x.
+    On a mesh, an index that is known without running the program sends each slice once
+    to each device that needs it: by few `ppermute`s, or one all-to-all padded to the
+    most slices that a pair of devices exchanges, whichever costs less. An index that is
+    data is one reduce-scatter, or on TPUs a ragged all-to-all, with temporary memory of
+    a slice for each element of the index on each device; or, if it has more elements
+    than x has slices, an all-gather of x.
 
     Args:
       x: Tree of partitioned arrays `[n, *s]`, any dtype, typed keys included; or of
@@ -103,8 +106,10 @@ def take(
     sources = _permutation(index, n)
     if sources is not None:
         return _permute("take", x, sources, params)
-    index = count_from_end(index, n)
-    show_index(index, n)
+    if isinstance(index, jax.Array):
+        index = count_from_end(index, n)
+        show_index(index, n)
+        index = index.clip(0, n - 1)
     return _take("take", x, index, params)
 
 
@@ -174,18 +179,20 @@ def put(
     sources = _permutation(index, n)
     if sources is not None and not add:
         return _permute("put", x, inverse(sources), params)
-    index = count_from_end(index, n)
-    show_index(index, n)
-    index = jnp.where((index >= 0) & (index < n), index, n)  # n: dropped
-    index = as_operand(index, make_layout(**groups), False)
+    if isinstance(index, jax.Array):
+        index = count_from_end(index, n)
+        show_index(index, n)
+        index = jnp.where((index >= 0) & (index < n), index, n)  # n: dropped
     if not add:
         return _put_last(x, index, base, cohort, groups)
+
+    operand = as_operand(jnp.asarray(index), make_layout(**groups), False)
 
     def bind(leaf: PartitionedArray, **_: Any) -> PartitionedArray:
         check_numeric("put", leaf)
         if sources is not None:
             return permute_p.bind(leaf, sources=inverse(sources), **groups)
-        return put_add_p.bind(leaf, index, **groups)
+        return put_add_p.bind(leaf, operand, sources=_known(index), **groups)
 
     moved = bind_partitioned("put", x, cohort["mesh"], cohort["partition"], bind)
     return moved if base is None else _combine(lax.add, moved, base, cohort, groups)
@@ -205,7 +212,7 @@ def shift(
     On a mesh, let d be the shorter way around the ring, d <= n / 2. If each device has
     n / m groups, and d is not more than that, it is one `ppermute`, in which each
     device sends d slices; for a longer d it is one or two, of all slices. If the m
-    devices do not divide n, it is up to as many `ppermute`s as a device has groups.
+    devices do not divide n, it is as of `drjax.take`.
 
     Args:
       x: Tree of partitioned arrays `[n, *s]`, any dtype, typed keys included.
@@ -234,25 +241,32 @@ def shift(
             "distance that the program computes, use drjax.take(x, index)."
         )
     n = params["partition"].size
-    sources = tuple((j - int(k)) % n for j in range(n))
+    sources = Sources(np.roll(np.arange(n), int(k) % n))
     return _permute("shift", x, sources, params)
 
 
-def _take(block: str, x: PyTree, index: GlobalArray, params: BlockParams) -> PyTree:
-    """Give group j the slice of group `index[j]`, for each leaf of a tree.
+def _take(
+    block: str, x: PyTree, index: GlobalArray | np.ndarray, params: BlockParams
+) -> PyTree:
+    """Give group j the slice of group `index[j]`, for each leaf of a tree; or zeros.
 
-    The leaves are checked. The index, int32 `[k]`, is clamped to the n groups of `x`,
-    of which `params` are.
+    The leaves are checked. The index, int32 `[k]`, is of the n groups of `x`, of which
+    `params` are.
     """
-    index = index.clip(0, params["partition"].size - 1)
-    index = as_operand(index, make_layout(**params), False)
-    bind = lambda leaf, **params: take_p.bind(leaf, index, **params)
+    known = _known(index)
+    index = as_operand(jnp.asarray(index), make_layout(**params), False)
+    bind = lambda leaf, **params: take_p.bind(leaf, index, sources=known, **params)
     return bind_partitioned(block, x, params["mesh"], params["partition"], bind)
+
+
+def _known(index: Array | np.ndarray) -> Sources | None:
+    """Return an index if it is known without running the program: if it is of NumPy."""
+    return Sources(index) if isinstance(index, np.ndarray) else None
 
 
 def _put_last(
     x: PyTree,
-    index: GlobalArray,
+    index: GlobalArray | np.ndarray,
     base: PyTree | None,
     cohort: BlockParams,
     groups: BlockParams,
@@ -265,6 +279,7 @@ def _put_last(
     """
     writer = last_writer(index, groups["partition"].size)
     moved = _take("put", x, writer, cohort)
+    writer = jnp.asarray(writer)
     if base is None:
         base = jax.tree.map(jnp.zeros_like, moved)
     if cohort == groups:
@@ -275,9 +290,7 @@ def _put_last(
     return _combine(keep, moved, base, cohort, groups, written)
 
 
-def _permute(
-    block: str, x: PyTree, sources: tuple[int, ...], params: BlockParams
-) -> PyTree:
+def _permute(block: str, x: PyTree, sources: Sources, params: BlockParams) -> PyTree:
     """Give group j the slice of group `sources[j]`, for each leaf of a tree.
 
     The leaves are checked; the sources are a permutation.
@@ -344,7 +357,8 @@ def _in_bounds(block: str, index: Array | np.ndarray, n: int) -> Array | np.ndar
     """
     if isinstance(index, jax.Array):
         return as_int32(index, -n - 1, n)  # what is out of bounds stays so
-    if wrong := [int(i) for i in index if not -n <= i < n]:
+    wrong = index[(index < -n) | (index >= n)]
+    if wrong.size:
         raise DrjaxValueError(
             f"drjax.{block} needs groups between {-n} and {n - 1}, got {wrong[0]}. To "
             f"have it {'clamped' if block == 'take' else 'dropped'}, pass a JAX array."
@@ -353,15 +367,11 @@ def _in_bounds(block: str, index: Array | np.ndarray, n: int) -> Array | np.ndar
     return (index.astype(np.int64) % n).astype(np.int32)
 
 
-def _permutation(index: Array | np.ndarray, n: int) -> tuple[int, ...] | None:
-    """Return an index as a tuple, if it is known and a permutation of 0 to n - 1.
-
-    An index is known, without running the program, if it is a NumPy array.
-    """
+def _permutation(index: Array | np.ndarray, n: int) -> Sources | None:
+    """Return an index if it is known, and a permutation of 0 to n - 1."""
     if isinstance(index, jax.Array):
         return None
-    known = tuple(index.tolist())
-    return known if is_permutation(known, n) else None
+    return Sources(index) if is_permutation(index, n) else None
 
 
 def _params_of_size(params: BlockParams, size: int) -> BlockParams:

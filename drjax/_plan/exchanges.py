@@ -8,7 +8,6 @@ Input: the values that are communicated. Output: records, whose bytes the ledger
 Sharp edges: backends run a `Reduce` or a `Fold` together with the stage before it.
 """
 
-import collections
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from drjax._partition import Partition, with_size
+from drjax._plan.schedule_moves import Sources, schedule
 from drjax._plan.steps import Exchange, Stage
 from drjax._plan.value import Value
 from drjax._plan.wire import Wire
@@ -204,7 +204,8 @@ class Move(_OneValue):
         groups are a cohort: a value `[N, *s]` that the server has, so that it is
         global. Here it is over a partition of N groups, the server's own.
       result: The partitioned value that it gives, or a population.
-      sources: Of a permute, for each group the group whose slice it gets; else ().
+      sources: Of a permute, for each group the group whose slice it gets. Of another
+        move the numbers of its index, if they are known; else ().
       index: Of a take, int32: for each slice of `result` that of `source`. Of a
         put_add, for each slice of `source` that of `result`, if there is one.
     """
@@ -214,8 +215,6 @@ class Move(_OneValue):
     index: Value | None
 
     direction = "between"
-    # The fields that are parameters of the primitive of the name `op`.
-    parameters: ClassVar[tuple[str, ...]] = ()
     # Which end has the groups of the primitive's partition.
     partition_of: ClassVar[str] = "source"
     # Whether each group gets the slice of one group, unchanged.
@@ -258,7 +257,6 @@ class Permute(Move):
 
     op = "permute"
     phrase = "permuted slices"
-    parameters = ("sources",)
     whole_slices = True
     index = None
 
@@ -268,34 +266,40 @@ class Permute(Move):
         super().check()
         size = self.over(self.source).size
         # Their number first, as a file may claim any number of groups.
-        if len(self.sources) != size or sorted(self.sources) != [*range(size)]:
+        sources = np.asarray(self.sources)
+        if len(sources) != size or (np.sort(sources) != np.arange(size)).any():
             raise ValueError("a permute has no permutation of the groups")
 
     def slices_per_device(self, size: int, devices: int) -> int:
-        per_device = -(-size // devices)
-        leaving = collections.Counter(
-            source // per_device
-            for group, source in enumerate(self.sources)
-            if source // per_device != group // per_device
-        )
-        return max(leaving.values(), default=0)
+        return _slices_sent(self, size, devices)
+
+
+def _slices_sent(move: Move, size: int, devices: int) -> int:
+    """The slices that a device sends by the `Schedule` of a move that is known."""
+    (nbytes,) = (nbytes for _, nbytes in move.messages())
+    return schedule(Sources(move.sources), size, devices, nbytes).slices_sent
 
 
 class _Indexed(Move):
-    """A move whose index is a value."""
+    """A move whose index is a value, of which the numbers may be known."""
 
     index: Value
-
-    sources = ()
+    sources: tuple[int, ...]
 
     def check(self) -> None:
         super().check()
         indexed = self.source if self.partition_of == "result" else self.result
-        index, expected = self.index, ((self.over(indexed).size,), np.dtype(np.int32))
+        size = self.over(indexed).size
+        index, expected = self.index, ((size,), np.dtype(np.int32))
         if index.partitioned or (index.shape, index.dtype) != expected:
             raise ValueError(f"a {self.op} has no index of the groups")
+        if self.sources and len(self.sources) != size:
+            raise ValueError(f"a {self.op} has no sources of the groups")
 
     def slices_per_device(self, size: int, devices: int) -> int:
+        if self.sources:
+            of_index = getattr(self, self.partition_of)
+            return _slices_sent(self, self.over(of_index).size, devices)
         # A reduce-scatter: each device puts in all slices of the result, with zeros for
         # those that it does not have. If the result has more slices than the source, it
         # is an all-gather instead, of the device's own slices of the source.
@@ -310,6 +314,7 @@ class Take(_Indexed):
     source: Value
     result: Value
     index: Value
+    sources: tuple[int, ...] = ()
 
     op = "take"
     phrase = "slices of others"
@@ -323,6 +328,7 @@ class PutAdd(_Indexed):
     source: Value
     result: Value
     index: Value
+    sources: tuple[int, ...] = ()
 
     op = "put_add"
     phrase = "added to others"

@@ -64,7 +64,7 @@ class Message(Record):
 
     @property
     def sources(self) -> tuple[int, ...]:
-        """Of a permute, for each group the group whose slice it gets; else ()."""
+        """Of a move that is known, the groups as in its step; else ()."""
         return getattr(self.step, "sources", ())
 
     @property
@@ -109,8 +109,9 @@ class Ledger(Record):
     On m devices a broadcast costs nothing, as every device has the server's value. Of a
     reduction, each device sends one value of the size of a slice (of an encoded one,
     the total that the devices then exchange, an m-th part of that, is not counted). Of
-    a gather, a device sends the slices of its groups; of a permute, those of them that
-    leave the device; of another move, the slices of all groups.
+    a gather, a device sends the slices of its groups; of a move that is known, those
+    of them that leave the device, and what pads them; of another move, the slices of
+    all groups.
 
     Attributes:
       partition: The plan's partition; None if it calls no building block.

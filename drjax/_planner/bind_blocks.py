@@ -15,11 +15,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 
 from drjax import _compat
 from drjax._compat.types import Array, GlobalArray, PartitionedArray
 from drjax._partition import Partition
+from drjax._plan.schedule_moves import Sources
 from drjax._primitives.map_fn import trace_group
 from drjax._primitives.select_slice import index_pair, select_slice
 from drjax._sharding.layout import make_layout
@@ -93,28 +95,45 @@ def gather_groups(x: Array, axis: int, partition: Partition) -> GlobalArray:
 
 
 def permute(
-    x: PartitionedArray, sources: tuple[int, ...], partition: Partition
+    x: PartitionedArray, sources: Sequence[int], partition: Partition
 ) -> PartitionedArray:
     """Bind `permute_p`: group j gets the slice of group `sources[j]`."""
-    return permute_p.bind(x, sources=sources, partition=partition, mesh=None)
+    return permute_p.bind(x, sources=Sources(sources), partition=partition, mesh=None)
 
 
 def take(
-    x: PartitionedArray, index: GlobalArray, partition: Partition
+    x: PartitionedArray, index: GlobalArray | np.ndarray, partition: Partition
 ) -> PartitionedArray:
-    """Bind `take_p`: group j gets the slice of group `index[j]`, clipped to 0..n-1."""
-    index = index.clip(0, partition.size - 1)
-    return take_p.bind(x, index, partition=partition, mesh=None)
+    """Bind `take_p`: group j gets the slice of group `index[j]`, clipped to 0..n-1.
+
+    An index of NumPy is known, and not clipped: out of bounds it gives zeros.
+    """
+    if not isinstance(index, np.ndarray):
+        index = index.clip(0, partition.size - 1)
+    return _bind_indexed(take_p, x, index, partition)
 
 
 def put_add(
-    x: PartitionedArray, index: GlobalArray, partition: Partition
+    x: PartitionedArray, index: GlobalArray | np.ndarray, partition: Partition
 ) -> PartitionedArray:
     """Bind `put_add_p`: the slice of group j is added to that of group `index[j]`.
 
-    The index n drops the slice. A group that was sent none gets zeros.
+    The index n drops the slice. A group that was sent none gets zeros. An index of
+    NumPy is known.
     """
-    return put_add_p.bind(x, index, partition=partition, mesh=None)
+    return _bind_indexed(put_add_p, x, index, partition)
+
+
+def _bind_indexed(
+    primitive: Primitive,
+    x: PartitionedArray,
+    index: GlobalArray | np.ndarray,
+    partition: Partition,
+) -> PartitionedArray:
+    known = Sources(index) if isinstance(index, np.ndarray) else None
+    return primitive.bind(
+        x, jnp.asarray(index), sources=known, partition=partition, mesh=None
+    )
 
 
 def select_group(

@@ -121,10 +121,10 @@ def _moved(eqn: Eqn, own: Partition | None) -> list[Atom]:
 
 
 def _move(eqn: Eqn, sources: Sequence[Value], values: StageValues) -> Move:
-    """Build the move of the primitive's name, whose fields are parameters of it."""
+    """Build the move of the primitive's name."""
     (source,) = sources or [values.value(eqn.invars[0])]
     cls = next(cls for cls in MOVES if PRIMITIVES[cls.op] is eqn.primitive)
-    fields = {name: eqn.params[name] for name in cls.parameters}
+    fields: dict[str, Any] = {"sources": tuple(eqn.params.get("sources") or ())}
     if len(eqn.invars) > 1:
         fields["index"] = values.value(eqn.invars[1])
     make: Any = cls

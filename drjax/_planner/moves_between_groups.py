@@ -124,7 +124,9 @@ def _gather(
         if known is not None and is_permutation(known, partition.size):
             slices = permute(jnp.moveaxis(x, axis, 0), known, partition)
             return jnp.moveaxis(slices, 0, position)
-        index = as_int32(indices[:, 0], -1, partition.size)
+        index = _index(known, indices, partition.size)
+        if not fills:
+            index = index.clip(0, partition.size - 1)
         slices = take(jnp.moveaxis(x, axis, 0), index, partition)
         if fills:
             inside = (index >= 0) & (index < partition.size)
@@ -171,10 +173,11 @@ def _scatter(
     def with_blocks(
         partition: Partition, x: Array, indices: Array, updates: Array
     ) -> Array:
-        index = as_int32(indices[:, 0], -1, n)
+        index = _index(known, indices, n)
         if mode == GatherScatterMode.CLIP:
             index = index.clip(0, n - 1)
-        index = jnp.where((index >= 0) & (index < n), index, n)  # n: dropped
+        where = np.where if isinstance(index, np.ndarray) else jnp.where
+        index = where((index >= 0) & (index < n), index, n)  # n: dropped
         slices, old = jnp.moveaxis(updates, axis, 0), jnp.moveaxis(x, group_axis, 0)
         adds = eqn.primitive is lax.scatter_add_p
         if known is not None and is_permutation(known, partition.size):
@@ -190,6 +193,13 @@ def _scatter(
         return jnp.moveaxis(new, 0, group_axis)
 
     return with_blocks, (group_axis, None, axis), (group_axis,)
+
+
+def _index(known: tuple[int, ...] | None, indices: Array, n: int) -> Array | np.ndarray:
+    """Return an index of groups, `[n, 1]`, as int32 `[n]`; of NumPy if it is known."""
+    if known is None:
+        return as_int32(indices[:, 0], -1, n)
+    return np.clip(np.asarray(known, object), -1, n).astype(np.int32)
 
 
 def _is_plain(dtype: np.dtype) -> bool:

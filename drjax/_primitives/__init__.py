@@ -8,7 +8,6 @@ lowered_equations   what lowering rules know of earlier equations, to merge them
 partial_reduction   a reduction over two levels of groups as one collective
 device_sums         sums over devices: whole, divided or encoded
 collectives         broadcast, reduce_sum, reduce_mean, gather, scatter
-edge_coloring       which slices each ppermute of a permutation moves
 moves               take, put_add, permute: slices between groups
 partition_index     the group index
 rbg_per_group       random bits of a group that do not depend on other groups

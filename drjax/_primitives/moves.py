@@ -17,12 +17,15 @@ Each is linear in x, and its transpose is another one of them, with the inner pr
     permute(sources)^T = permute(the inverse of sources)
     take^T = put_add        put_add^T = take
 
-On a mesh, a permutation is as many `ppermute`s as a device has groups, at most; a shift
-sends the slices at the edge of a device only (`edge_coloring`). A traced index is not
-known to the compiler. If the result has as many groups or fewer, each device puts those
-of its slices that are asked for in zeros of the size of the result, and one
-reduce-scatter adds these up. If it has more, an all-gather gives each device the
-slices, of which it takes those for its groups. Both send the smaller of the two.
+On a mesh, a permutation, or an index whose numbers are the parameter `sources`, is the
+`ppermute`s and the all-to-all of `schedule_moves`, and its transpose the same ones
+backwards; a shift sends the slices at the edge of a device only. Another index is data.
+If the result has as many groups or fewer, each device puts those of its slices that are
+asked for in zeros of the size of the result, and one reduce-scatter adds these up. On
+TPUs, whose compiler makes an all-reduce of that, a ragged all-to-all sends each slice
+to the device that gets it, or an all-gather sends all of them if they are tiny. If the
+result has more groups, an all-gather gives each device the slices, of which it takes
+those for its groups. All send no more than the smaller of operand and result.
 
 Invariants: a rule binds these primitives only. A move copies bits: it keeps NaN and the
 sign of zeros, and has every dtype, random keys included. Padding is never read. For
@@ -32,6 +35,8 @@ to count from the end, is up to the caller. Reverse mode inside a user's
 `shard_map(check_vma=False)` is an error, as for a reduction.
 """
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -56,13 +61,13 @@ from drjax._compat.types import (
 )
 from drjax._jaxprs.prng_keys import is_key, on_raw
 from drjax._partition import Partition
+from drjax._plan.schedule_moves import Schedule, Sources, schedule
 from drjax._primitives import registration
 from drjax._primitives.collectives import (
     checked_transpose,
     register_linear,
 )
 from drjax._primitives.device_sums import accumulator, reduce_scatter
-from drjax._primitives.edge_coloring import schedule
 from drjax._sharding.execute import as_operand, shard_map_over_devices, vary
 from drjax._sharding.layout import Layout, make_layout
 
@@ -77,7 +82,7 @@ MOVES = {"permute": permute_p, "take": take_p, "put_add": put_add_p}
 # Bits: what a collective can send, and add to zeros without a change
 
 
-def _move_bits(move: Callable[[Array], Array], x: Array) -> Array:
+def _move_bits(move: Callable[[Array], Array], x: Array, *, adds: bool = True) -> Array:
     """Move slices `[k, *s]` of any dtype, random keys included, as integers.
 
     `move` may use a collective that adds slices to zeros. On integers this is an exact
@@ -85,18 +90,20 @@ def _move_bits(move: Callable[[Array], Array], x: Array) -> Array:
     of floats as unsigned integers; bools as uint8; the raw data of random keys; of
     complex numbers the bits of real and imaginary parts, along a new last axis; and
     integers as they are. It keeps the dtype, and each element of its result must be an
-    element of its operand, or zero.
+    element of its operand, or zero. Where it `adds` nothing, float32 and float64 are
+    moved as they are, without the copies that a cast of bits is on CPU; collectives of
+    smaller floats are not copies on all platforms.
     """
     dtype = x.dtype
     if is_key(dtype):
         return on_raw(move, x)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         parts = jnp.stack([jnp.real(x), jnp.imag(x)], -1)
-        parts = _move_bits(move, parts)
+        parts = _move_bits(move, parts, adds=adds)
         return lax.complex(parts[..., 0], parts[..., 1])
     if dtype == jnp.bool_:
         return move(x.astype(jnp.uint8)) != 0
-    if jnp.issubdtype(dtype, jnp.integer):
+    if jnp.issubdtype(dtype, jnp.integer) or not adds and dtype.itemsize > 2:
         return move(x)
     bits = jnp.dtype(f"uint{8 * dtype.itemsize}")
     return lax.bitcast_convert_type(move(lax.bitcast_convert_type(x, bits)), dtype)
@@ -109,56 +116,136 @@ def _move_bits(move: Callable[[Array], Array], x: Array) -> Array:
 def execute_permute(
     x: PartitionedArray,
     *,
-    sources: tuple[int, ...],
+    sources: Sequence[int],
     partition: Partition,
     mesh: Mesh | None,
 ) -> PartitionedArray:
-    """Give group j the slice of group `sources[j]`.
+    """Give group j the slice of group `sources[j]`, by the collectives of a `Schedule`.
 
-    On m devices with k groups each it is up to k `ppermute`s, of the slices that change
-    their device.
+    Without a mesh it is an index.
     """
     layout = make_layout(partition, mesh)
     if not layout.axes:
-        return x[np.asarray(sources, np.int32)]
-    moves = schedule(sources, layout.devices, layout.per_device)
+        return on_raw(lambda x: _read(x, np.asarray(sources, np.int32)[None], None), x)
+
+    return _take_known(x, sources, layout, layout)
+
+
+def _take_known(
+    x: PartitionedArray, sources: Sequence[int], layout: Layout, result: Layout
+) -> PartitionedArray:
+    """Give group j the slice of group `sources[j]`, on a mesh; zeros without one."""
+
+    def move(x: DeviceArray, device: Array) -> DeviceArray:
+        plan = _schedule(x, sources, layout)
+        y = _read(_received(layout, plan, x, device), plan.positions, device)
+        if plan.all_filled:
+            return y
+        filled = lax.broadcast_in_dim(_of_device(plan.filled, device), y.shape, (0,))
+        return jnp.where(filled, y, jnp.zeros((), y.dtype))
 
     def body(x: DeviceArray, first: Array) -> list[DeviceArray]:
         device = first[0] // layout.per_device
-        of_device = lambda table: lax.dynamic_index_in_dim(
-            jnp.asarray(table), device, keepdims=False
-        )
+        return [_move_bits(lambda x: move(x, device), x, adds=False)]
 
-        def move(x: DeviceArray) -> DeviceArray:
-            parts = [x]
-            for step in moves.steps:
-                # A ppermute takes operands that vary over all of its axes.
-                sent = vary(x[of_device(step.slots)], layout.axes)
-                parts.append(lax.ppermute(sent, layout.axes, step.pairs))
-            return jnp.concatenate(parts)[of_device(moves.positions)]
-
-        return [_move_bits(move, x)]
-
-    return _run_on_devices(layout, body, x)
+    return _run_on_devices(layout, body, x, result=result)
 
 
-def is_permutation(index: Sequence[int], n: int) -> bool:
+def _schedule(x: DeviceArray, sources: Sequence[int], layout: Layout) -> Schedule:
+    """Make the `Schedule` of a move from the groups of a layout, of slices of x."""
+    nbytes = math.prod(x.shape[1:]) * x.dtype.itemsize
+    return schedule(sources, layout.partition.size, layout.devices, nbytes)
+
+
+def _received(
+    layout: Layout, plan: Schedule, x: DeviceArray, device: Array
+) -> DeviceArray:
+    """Send slices to other devices; concatenate own ones and those received."""
+    parts = [x] if plan.own else []
+    for step in plan.steps:
+        # A ppermute takes operands that vary over all of its axes.
+        sent = vary(_read(x, step.slots, device), layout.axes)
+        parts.append(lax.ppermute(sent, layout.axes, step.pairs))
+    if plan.exchanged.size:
+        sent = vary(_read(x, plan.exchanged, device), layout.axes)
+        parts.append(lax.all_to_all(sent, layout.axes, 0, 0, tiled=True))
+    return jnp.concatenate(parts)
+
+
+def _sent_back(layout: Layout, plan: Schedule, x: DeviceArray) -> DeviceArray:
+    """Send slices back to where a schedule sends them from: transpose `_received`.
+
+    Its own, the first ones, stay. Those that a device gets are for its slots
+    `plan.slots`; where a `ppermute` has none for it, they are zeros.
+    """
+    parts, start = [lax.slice_in_dim(x, 0, plan.own)], plan.own
+    for step in plan.steps:
+        end = start + step.slots.shape[1]
+        sent = vary(lax.slice_in_dim(x, start, end), layout.axes)
+        pairs = [(receiver, sender) for sender, receiver in step.pairs]
+        parts.append(lax.ppermute(sent, layout.axes, pairs))
+        start = end
+    if plan.exchanged.size:
+        sent = vary(lax.slice_in_dim(x, start, None), layout.axes)
+        parts.append(lax.all_to_all(sent, layout.axes, 0, 0, tiled=True))
+    return jnp.concatenate(parts)
+
+
+_MOST_RUNS = 8  # of slices that are copied one by one
+
+
+def _read(x: Array, table: np.ndarray, device: Array | None) -> Array:
+    """Return `x[table[device]]`; with None, the table is for one device.
+
+    If its indices are a few runs of consecutive slices, all forwards or all backwards,
+    of equal lengths on all devices, the runs are copied one by one: a table in memory
+    and a gather would cost more than what is moved.
+    """
+    if (table == table[:1]).all():
+        table, device = table[:1], None
+    for step in (1, -1):
+        cuts = np.flatnonzero((np.diff(table, axis=1) != step).any(0)) + 1
+        if len(cuts) >= _MOST_RUNS:
+            continue
+        runs = []
+        for first, end in itertools.pairwise([0, *cuts.tolist(), table.shape[1]]):
+            starts = table[:, first if step == 1 else end - 1]
+            if device is None:
+                start = int(starts[0])
+                run = lax.slice_in_dim(x, start, start + end - first)
+            else:
+                run = lax.dynamic_slice_in_dim(
+                    x, _of_device(starts, device), end - first
+                )
+            runs.append(run if step == 1 else lax.rev(run, (0,)))
+        return jnp.concatenate(runs)
+    return x[table[0] if device is None else _of_device(table, device)]
+
+
+def _of_device(table: np.ndarray, device: Array) -> Array:
+    """Return `table[device]`, of a device that its code knows."""
+    return lax.dynamic_index_in_dim(jnp.asarray(table), device, keepdims=False)
+
+
+def is_permutation(index: Sequence[int] | np.ndarray, n: int) -> bool:
     """Return whether an index has each of 0 to n - 1 exactly once."""
-    return sorted(index) == [*range(n)]
+    return len(index) == n and bool((np.sort(index) == np.arange(n)).all())
 
 
-def inverse(sources: tuple[int, ...]) -> tuple[int, ...]:
+def inverse(sources: Sequence[int]) -> Sources:
     """Return the inverse of a permutation of 0 to n - 1.
 
     If the permutation takes slice `sources[j]` to j, its inverse takes it back: element
     i of the result is the j with `sources[j] = i`.
     """
-    return tuple(np.argsort(np.asarray(sources, np.int64)).tolist())
+    result = np.empty(len(sources), np.int64)
+    result[np.asarray(sources, np.int64)] = np.arange(len(sources))
+    return Sources(result)
 
 
 # <permute(x), y> = sum_j <x[s(j)], y_j> = sum_i <x_i, y[s^-1(i)]>
 def _permute_transpose(
-    ct: PartitionedArray, x: UndefinedPrimal, *, sources: tuple[int, ...], **params: Any
+    ct: PartitionedArray, x: UndefinedPrimal, *, sources: Sequence[int], **params: Any
 ) -> list[PartitionedArray]:
     return [permute_p.bind(ct, sources=inverse(sources), **params)]
 
@@ -168,17 +255,25 @@ def _permute_transpose(
 
 
 def execute_take(
-    x: PartitionedArray, index: GlobalArray, *, partition: Partition, mesh: Mesh | None
+    x: PartitionedArray,
+    index: GlobalArray,
+    *,
+    partition: Partition,
+    mesh: Mesh | None,
+    sources: Sequence[int] | None = None,
 ) -> PartitionedArray:
     """Give group j the slice of group `index[j]`.
 
-    On a mesh it is one reduce-scatter, or an all-gather of `x` if the result has more
-    slots (groups per device times devices) than `x`.
+    On a mesh it is a `Schedule` if the index is known; else one reduce-scatter, or an
+    all-gather of `x` if the result has more slots (groups per device times devices)
+    than `x`.
     """
     layout = make_layout(partition, mesh)
     if not layout.axes:
         return on_raw(lambda x: _slices_at(x, index), x)
     result = _layout_of_index(index, partition, mesh)
+    if sources is not None:
+        return _take_known(x, sources, layout, result)
     # Slots beyond the groups are padding, which no index reads.
     index = jnp.where(index < partition.size, index, layout.num_slots)
 
@@ -193,13 +288,154 @@ def execute_take(
         divided = _index_on_devices(index, result, 0)
         return _run_on_devices(layout, body_of_many, x, *divided, result=result)
 
-    def body(x: DeviceArray, index: Array, first: Array) -> list[DeviceArray]:
-        position = _pad_index(index, result, 0) - first
+    def by_sum(x: DeviceArray, index: Array, first: Array) -> DeviceArray:
         # One device has the slice, the others zeros: a sum of bits is a copy.
-        move = lambda x: reduce_scatter(result, _slices_at(x, position))
-        return [_move_bits(move, x)]
+        move = lambda x: reduce_scatter(result, _slices_at(x, index - first))
+        return _move_bits(move, x)
+
+    def on_tpu(x: DeviceArray, index: Array, first: Array) -> DeviceArray:
+        device = first[0] // layout.per_device
+        # A TPU makes an all-reduce of the reduce-scatter.
+        gathered, reduced = layout.num_slots, 2 * result.num_slots
+        if _ragged_sends_less(x, result.per_device, min(gathered, reduced)):
+            return _take_ragged(x, index, device, layout, result)
+        if reduced < gathered:
+            return by_sum(x, index, first)
+        own = lax.dynamic_slice_in_dim(
+            index, device * result.per_device, result.per_device
+        )
+        return _move_bits(lambda x: _slices_at(_all_slices(layout, x), own), x)
+
+    def body(x: DeviceArray, index: Array, first: Array) -> list[DeviceArray]:
+        # A padded slot of the result gets zeros.
+        index = _pad_index(index, result, layout.num_slots)
+        return [_on_platforms(layout, on_tpu, by_sum, x, index, first)]
 
     return _run_on_devices(layout, body, x, index, result=result)
+
+
+# Platforms whose compilers have a ragged all-to-all.
+_RAGGED_PLATFORMS = ("tpu",)
+# It pads a slice to a multiple of so many bytes.
+_RAGGED_UNIT = 512
+
+
+def _on_platforms(
+    layout: Layout,
+    on_tpu: Callable[..., DeviceArray],
+    other: Callable[..., DeviceArray],
+    *args: Array,
+) -> DeviceArray:
+    """Call the function for the platform for which the program is lowered."""
+    args = tuple(vary(x, layout.axes) for x in args)
+    platforms = dict.fromkeys(_RAGGED_PLATFORMS, on_tpu)
+    return lax.platform_dependent(*args, **platforms, default=other)
+
+
+def _ragged_sends_less(x: DeviceArray, count: int, slices: int) -> bool:
+    """Whether a ragged all-to-all of `count` slices sends less than so many slices.
+
+    TPUs emulate 64-bit numbers, and their compiler knows no ragged all-to-all of these.
+    """
+    parts = 2 if jnp.issubdtype(x.dtype, jnp.complexfloating) else 1
+    if not is_key(x.dtype) and x.dtype.itemsize == 8 * parts:
+        return False
+    nbytes = math.prod(x.shape[1:]) * x.dtype.itemsize
+    padded = -(-nbytes // _RAGGED_UNIT) * _RAGGED_UNIT
+    return count * padded <= slices * nbytes
+
+
+def _take_ragged(
+    x: DeviceArray, index: Array, device: Array, layout: Layout, result: Layout
+) -> DeviceArray:
+    """Give each slot of this device the slice at its index, by a ragged all-to-all.
+
+    Each slice is sent once for each slot that gets it. `index` is that of all slots of
+    the result; where it is not one of `layout`, the slot gets zeros.
+    """
+    owner = _owner(index, layout)
+    by_device = owner.reshape(result.devices, result.per_device)
+    own = lax.dynamic_index_in_dim(by_device, device, keepdims=False)
+    # Slices are sent in the order of the slots that get them.
+    order = jnp.argsort(owner != device, stable=True)
+    position = index[order] - device * layout.per_device
+    # Those that this device has not come last, and are not sent.
+    sent = x[position.clip(0, layout.per_device - 1)]
+    received = _exchange_ragged(
+        layout,
+        sent,
+        result.per_device,
+        sizes=(by_device == device).sum(1),
+        sizes_received=_bincount(own, result.devices),
+        starts_there=(by_device < device).sum(1),
+    )
+    # They arrive in the order of their owners, and then of the slots.
+    return received[jnp.argsort(jnp.argsort(own, stable=True))]
+
+
+def _put_ragged(
+    x: DeviceArray, index: Array, device: Array, layout: Layout, result: Layout
+) -> tuple[DeviceArray, Array]:
+    """Send each slice of this device to that of its index, by a ragged all-to-all.
+
+    `index` is that of all slots of `layout`; where it is not one of the result, the
+    slice is dropped. Returns the slices that this device gets, and for each its slot;
+    there are as many as slots, and those that are none have the slot `per_device`.
+    """
+    owner = _owner(index, result)
+    by_device = owner.reshape(layout.devices, layout.per_device)
+    own = lax.dynamic_index_in_dim(by_device, device, keepdims=False)
+    earlier = jnp.arange(layout.num_slots) < device * layout.per_device
+    received = _exchange_ragged(
+        layout,
+        x[jnp.argsort(own, stable=True)],
+        layout.num_slots,
+        sizes=_bincount(own, layout.devices),
+        sizes_received=(by_device == device).sum(1),
+        starts_there=_bincount(
+            jnp.where(earlier, owner, layout.devices), layout.devices
+        ),
+    )
+    slots = jnp.where(
+        owner == device, index - device * result.per_device, result.per_device
+    )
+    return received, slots[jnp.argsort(owner != device, stable=True)]
+
+
+def _owner(index: Array, layout: Layout) -> Array:
+    """Return the devices of slots; for those out of bounds, the number of devices."""
+    inside = (index >= 0) & (index < layout.num_slots)
+    return jnp.where(inside, index // layout.per_device, layout.devices)
+
+
+def _bincount(x: Array, size: int) -> Array:
+    """Count how often each of 0 to size - 1 is in `x`, int32 `[size]`."""
+    return jnp.zeros_like(x, shape=(size,)).at[x].add(1, mode="drop")
+
+
+def _exchange_ragged(
+    layout: Layout,
+    x: DeviceArray,
+    count: int,
+    *,
+    sizes: Array,
+    sizes_received: Array,
+    starts_there: Array,
+) -> DeviceArray:
+    """Send to each device, in order, so many of the first slices of `x`.
+
+    `starts_there` says where each device puts them among the `count` slices of its
+    result, of which the others are zeros.
+    """
+    starts = jnp.cumsum(sizes) - sizes
+    table = [starts, sizes, starts_there, sizes_received]
+    table = [vary(t.astype(jnp.int32), layout.axes) for t in table]
+
+    def exchange(x: DeviceArray) -> DeviceArray:
+        empty = vary(jnp.zeros_like(x, shape=(count, *x.shape[1:])), layout.axes)
+        return lax.ragged_all_to_all(x, empty, *table, axis_name=layout.axes)
+
+    return _move_bits(exchange, x, adds=False)
 
 
 def _slices_at(x: Array, index: Array) -> Array:
@@ -220,13 +456,19 @@ def _take_transpose(
 
 
 def execute_put_add(
-    x: PartitionedArray, index: GlobalArray, *, partition: Partition, mesh: Mesh | None
+    x: PartitionedArray,
+    index: GlobalArray,
+    *,
+    partition: Partition,
+    mesh: Mesh | None,
+    sources: Sequence[int] | None = None,
 ) -> PartitionedArray:
     """Add the slice of group j to slice `index[j]` of the result, from zeros on.
 
     The dtype has arithmetic. 16-bit floats are added in float32 on each device, and
-    communicated in 16 bits. On a mesh it is one reduce-scatter, or an all-gather of `x`
-    if the result has more slots (groups per device times devices) than `x`.
+    communicated in 16 bits. On a mesh it is the `Schedule` of the take, backwards, if
+    the index is known; else one reduce-scatter, or an all-gather of `x` if the result
+    has more slots (groups per device times devices) than `x`.
     """
     result = make_layout(partition, mesh)
     wide = accumulator(x.dtype)
@@ -244,6 +486,17 @@ def execute_put_add(
     if not result.axes:
         return add(x, index, partition.size)
     layout = _layout_of_index(index, partition, mesh)
+    if sources is not None:
+
+        def body_of_known(x: DeviceArray, first: Array) -> list[DeviceArray]:
+            plan, k = _schedule(x, sources, result), result.per_device
+            device = first[0] // layout.per_device
+            sent = add(x, _of_device(plan.targets, device), plan.size)
+            own, slots = jnp.arange(plan.own), _of_device(plan.slots, device)
+            back = _sent_back(layout, plan, sent)
+            return [add(back, jnp.concatenate([own, slots]), k)]
+
+        return _run_on_devices(layout, body_of_known, x, result=result)
 
     dropped = result.num_slots  # the index of padding: beyond all slots
     if result.num_slots > layout.num_slots:
@@ -258,12 +511,23 @@ def execute_put_add(
 
         return _run_on_devices(layout, body_of_few, x, index, result=result)
 
-    def body(x: DeviceArray, index: Array, first: Array) -> list[DeviceArray]:
-        own = _own_index(index, layout, layout, first)
-        return [reduce_scatter(result, add(x, own, dropped))]
+    def by_sum(x: DeviceArray, index: Array, first: Array) -> DeviceArray:
+        own = lax.dynamic_slice_in_dim(index, first[0], layout.per_device)
+        return reduce_scatter(result, add(x, own, dropped))
 
-    return _run_on_devices(layout, body, x, *_index_on_devices(index, layout, dropped),
-                       result=result)  # fmt: skip
+    def on_tpu(x: DeviceArray, index: Array, first: Array) -> DeviceArray:
+        # A TPU makes an all-reduce of the reduce-scatter.
+        if not _ragged_sends_less(x, layout.per_device, 2 * result.num_slots):
+            return by_sum(x, index, first)
+        device = first[0] // layout.per_device
+        received, slots = _put_ragged(x, index, device, layout, result)
+        return add(received, slots, result.per_device)
+
+    def body(x: DeviceArray, index: Array, first: Array) -> list[DeviceArray]:
+        index = _pad_index(index, layout, dropped)
+        return [_on_platforms(layout, on_tpu, by_sum, x, index, first)]
+
+    return _run_on_devices(layout, body, x, index, result=result)
 
 
 def partitions_of(eqn: Eqn) -> tuple[Partition, Partition]:
@@ -282,13 +546,17 @@ def partitions_of(eqn: Eqn) -> tuple[Partition, Partition]:
     return pair if eqn.primitive is take_p else pair[::-1]
 
 
-def last_writer(index: Array, n: int) -> Array:
+def last_writer(index: Array | np.ndarray, n: int) -> Array | np.ndarray:
     """Find for each of n groups the last one of several that write to it.
 
     `index` has for each of k groups the group to which it writes, int32 `[k]`; n if it
     writes to none. Element i of the result, int32 `[n]`, is the largest j with
-    `index[j] = i`; -1 if there is none.
+    `index[j] = i`; -1 if there is none. It is of NumPy if `index` is.
     """
+    if isinstance(index, np.ndarray):
+        known = np.full(n + 1, -1, np.int32)
+        np.maximum.at(known, index, np.arange(len(index), dtype=np.int32))
+        return known[:n]
     none = jnp.full(n, -1, jnp.int32)
     writers = jnp.arange(index.shape[0], dtype=jnp.int32)
     return none.at[index].max(writers, mode="drop")
@@ -404,13 +672,13 @@ def _abstract_eval(
 
 
 def _abstract_take(
-    x: Aval, index: Aval, *, partition: Partition, mesh: Mesh | None
+    x: Aval, index: Aval, *, partition: Partition, mesh: Mesh | None, **_: Any
 ) -> Aval:
     return _aval_with_groups(x, _layout_of_index(index, partition, mesh))
 
 
 def _abstract_put_add(
-    x: Aval, index: Aval, *, partition: Partition, mesh: Mesh | None
+    x: Aval, index: Aval, *, partition: Partition, mesh: Mesh | None, **_: Any
 ) -> Aval:
     return _aval_with_groups(x, make_layout(partition, mesh))
 
@@ -439,6 +707,7 @@ def _batch_indexed(primitive: Primitive) -> Callable:
         if index_dim is None:
             x, dim = registration.group_axis_first(x, x_dim)
             return primitive.bind(x, index, **params), dim
+        params |= {"sources": None}  # it differs by element of the batch
         index = _compat.moveaxis(index, index_dim, 0)
         if x_dim is None:
             run = lambda i: primitive.bind(x, i, **params)

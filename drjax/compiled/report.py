@@ -482,7 +482,8 @@ def _whole_bytes(x: Instruction, kind: str, members: int) -> int:
 
     An instruction that starts an asynchronous collective, other than an all-reduce, has
     a tuple of operands, results and contexts as its shape. That of a send between
-    slices begins with its operand.
+    slices begins with its operand. The operand or the result of a ragged all-to-all is
+    a buffer for what one device may send or receive at most.
     """
     parts = split(x.shape[1:]) if x.shape.startswith("(") else [x.shape]
     if x.opcode == "send":
@@ -491,6 +492,9 @@ def _whole_bytes(x: Instruction, kind: str, members: int) -> int:
     if x.opcode.endswith("-start") and x.opcode != "all-reduce-start":
         # (operands, results, contexts...)
         shape = parts[1] if len(parts) > 1 else shape
+        if kind == "ragged-all-to-all":
+            (sent, *_) = split(parts[0][1:])
+            return min(shape_bytes(sent), shape_bytes(shape))
     # A TPU writes a reduce-scatter as an all-reduce, whose result is the whole value.
     scattered = x.opcode.startswith("reduce-scatter")
     return shape_bytes(shape) * (members if scattered else 1)

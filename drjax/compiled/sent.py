@@ -29,7 +29,8 @@ def sent_bytes(kind: str, size: int, devices: int) -> int:
     | `all-reduce` | its result | 2 (m - 1) / m b |
     | `reduce-scatter` | its operand | (m - 1) / m b |
     | `all-gather` | its result | (m - 1) / m b |
-    | `all-to-all`, `ragged-all-to-all` | its operand | (m - 1) / m b |
+    | `all-to-all` | its operand | (m - 1) / m b |
+    | `ragged-all-to-all` | the smaller of operand and result | (m - 1) / m b |
     | `collective-permute`, `collective-broadcast`, `send` | its operand | b |
 
     Args:

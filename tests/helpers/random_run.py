@@ -33,6 +33,7 @@ from drjax._planner.partitioning import consistency
 from drjax._planner.partitioning.kind import signature
 from drjax._planner.unbatching.rules import UNBATCHING_RULES
 from drjax.backends.xla import reuse_accumulators
+from tests.helpers.exchanges import exchanges_of_large_programs
 from tests.helpers.interpreter import interpreted, stage_runner
 from tests.helpers.meshes import in_mesh
 from tests.helpers.plain_blocks import blocks, plainly
@@ -76,6 +77,7 @@ def check(program: Program) -> None:
     with (
         strict(program.dtype == "float64"),
         mock.patch.object(reuse_accumulators, "LARGE", large),
+        exchanges_of_large_programs(program.seed % 2 == 1),
     ):
         with plainly():
             fn, inputs = used(program, make(program), arguments(program))

@@ -1,6 +1,6 @@
 """Slices that move between groups: values, derivatives, batches, dtypes, and bytes.
 
-Covers: drjax._primitives.moves, drjax._primitives.edge_coloring, drjax._api.moves.
+Covers: drjax._primitives.moves, drjax._api.moves.
 """
 
 import functools
@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import drjax
-from drjax._primitives.edge_coloring import schedule
 from drjax._primitives.moves import take_p
 from tests.helpers.cases import checkerboard
+from tests.helpers.exchanges import exchanges_of_large_programs
 from tests.helpers.groups import TREES, assert_trees_equal, four
 from tests.helpers.meshes import groups_and_meshes, in_mesh, make_mesh
 from tests.helpers.raising import X3, raises, three
@@ -248,6 +248,21 @@ def test_a_permutation_needs_a_permute_for_each_group_of_a_device_at_most():
     assert collectives["collective-permute"] <= 2
 
 
+@pytest.mark.sampled
+@checkerboard(5, mesh=MESHES, name=MOVES)
+def test_values_and_gradients_by_the_exchanges_of_large_programs(name, mesh):
+    n, make = MESHES[mesh]
+    x, index = arguments(n)
+    want = MOVES[name][1](np.sin(x), n) * x
+    direction = np.cos(np.arange(3 * n)).reshape(n, 3)
+    with in_mesh(make and make()), exchanges_of_large_programs():
+        result = jax.jit(program_of(name, n))(x, index)
+        np.testing.assert_allclose(result, want, rtol=1e-5, atol=1e-6)
+        grad = jax.jit(jax.grad(loss_of(name, n)))(x, index)
+        expected = directional(name, x, n, direction)
+        np.testing.assert_allclose((grad * direction).sum(), expected, rtol=1e-3)
+
+
 @pytest.mark.parametrize(
     "move",
     [
@@ -255,33 +270,53 @@ def test_a_permutation_needs_a_permute_for_each_group_of_a_device_at_most():
         lambda x: drjax.put(x, np.zeros(16, int), add=True),
     ],
 )
+def test_of_a_known_index_a_slice_is_sent_to_a_device_once(move):
+    collectives, sizes = communicated(move)
+    assert collectives == {"all-to-all": 1} and sizes == {8 * 400}
+
+
 @pytest.mark.parametrize("jit", [jax.jit, drjax.jit])
-def test_another_index_is_one_reduce_scatter(move, jit):
+def test_a_permutation_of_many_is_one_all_to_all(jit):
+    """Also backwards; the ledger counts the bytes that are sent."""
+    n = 512
+    permutation = np.random.RandomState(0).permutation(n)
+    weights = np.arange(n, dtype=np.float32)[:, None]
+
+    def loss(x):
+        taken = drjax.take(drjax.map_fn(jnp.sin, x), permutation)
+        return jnp.sum(drjax.map_fn(jnp.square, taken) * weights)
+
+    f = drjax.program(clients=n)(lambda x: drjax.take(x, permutation))
+    grad = jax.grad(drjax.program(clients=n)(loss))
+    x = np.random.RandomState(1).randn(n, 100).astype(np.float32)
+    with jax.set_mesh(make_mesh({"clients": 8})):
+        xs = drjax.shard(x, partition={"clients": n})
+        report = drjax.collectives(jit(f))(xs)
+        assert report.counts == {"all-to-all": 1}
+        plan = drjax.make_plan(f)(x)
+        assert (
+            plan.communication(8).reduced_per_device()
+            == report.by_kind["all-to-all"].bytes
+        )
+        assert drjax.collectives(jit(grad))(xs).counts["all-to-all"] == 2
+        np.testing.assert_array_equal(jit(f)(xs), x[permutation])
+        inverse = np.argsort(permutation)
+        want = 2 * np.sin(x) * np.cos(x) * weights[inverse]
+        np.testing.assert_allclose(jit(grad)(xs), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda x: drjax.take(x, jnp.zeros(16, int)),
+        lambda x: drjax.put(x, jnp.zeros(16, int), add=True),
+    ],
+)
+@pytest.mark.parametrize("jit", [jax.jit, drjax.jit])
+def test_an_index_that_is_data_is_one_reduce_scatter(move, jit):
     collectives, _ = communicated(move, jit=jit)
     assert sum(collectives.values()) == 1
     assert {*collectives} <= {"reduce-scatter", "all-reduce"}  # CPU may have no other
-
-
-@pytest.mark.parametrize("devices, slots", [(1, 4), (3, 1), (4, 3), (7, 5)])
-def test_schedules(devices, slots):
-    """Every slice arrives, by at most as many matchings as a device has slots."""
-    draw = np.random.RandomState(devices)
-    for n in {devices * slots, devices * slots - slots + 1, 1}:
-        for sources in (draw.permutation(n), np.roll(np.arange(n), 1)):
-            plan = schedule(tuple(sources.tolist()), devices, slots)
-            x = np.arange(devices * slots).reshape(devices, slots)
-            received = [list(x[d]) for d in range(devices)]
-            for step in plan.steps:
-                senders, receivers = zip(*step.pairs, strict=True)
-                assert len({*senders}) == len({*receivers}) == len(step.pairs)
-                arrived = {b: x[a][step.slots[a]] for a, b in step.pairs}
-                for d in range(devices):
-                    received[d] += list(arrived.get(d, -np.ones_like(step.slots[0])))
-            assert sum(step.slots.shape[1] for step in plan.steps) <= slots
-            result = np.array(
-                [np.array(received[d])[plan.positions[d]] for d in range(devices)]
-            )
-            np.testing.assert_array_equal(result.ravel()[:n], sources)
 
 
 # ---------------------------------------------------------------------------------

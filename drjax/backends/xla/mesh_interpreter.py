@@ -28,6 +28,7 @@ from drjax._compat.types import (
     PartitionedArray,
 )
 from drjax._errors import MeshError, PlanError
+from drjax._plan.schedule_moves import Sources
 from drjax._plan_file.batches import combines_itself
 from drjax._primitives.map_fn import (
     lowers_by_vmap,
@@ -297,7 +298,7 @@ def _move(move: Move, layout: Layout, slices: Array, index: Array | None) -> Arr
         *operands,
         partition=move.over(getattr(move, move.partition_of)),
         mesh=layout.mesh,
-        **{name: getattr(move, name) for name in move.parameters},
+        sources=Sources(move.sources) if move.sources else None,
     )
 
 
