@@ -11,6 +11,7 @@ rules         a consumer's table of rules, one for each class of step
 uses          definitions, uses, liveness and order
 map_stages    a plan with each stage rewritten
 exported      the facts that a plan needs of the exported functions of a stage
+schedule_moves  which collectives move slices between devices, of a known index
 wire          how numbers are encoded while they are communicated
 ledger        what a plan communicates, and its bytes
 """
