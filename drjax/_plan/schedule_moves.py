@@ -120,7 +120,7 @@ class Schedule:
 
     @property
     def slots(self) -> np.ndarray:
-        """For each device the slots whose slices it sends, in order: int32 `[m, c]`."""
+        """The slots whose slices each device sends, in order, int32 `[m, c]`."""
         return np.concatenate([*(s.slots for s in self.steps), self.exchanged], axis=1)
 
     @property

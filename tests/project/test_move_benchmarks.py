@@ -19,7 +19,10 @@ SLACK = 4 * 4 * N + 64
 @pytest.fixture(scope="module")
 def rows():
     assert jax.device_count() >= DEVICES
-    return {(row["task"], row["implementation"]): row for row in moves.measure((N,))}
+    # What JAX keeps of a gather in a shard_map is in a cycle until it is collected.
+    with jax.check_tracer_leaks(False):
+        rows = [*moves.measure((N,))]
+    return {(row["task"], row["implementation"]): row for row in rows}
 
 
 @pytest.mark.parametrize("name", [OURS, PLANNED])
