@@ -14,12 +14,18 @@ program, and slices that a later round needs and cannot rematerialize.
 
 Invariants: no equation with effects is in two stages. No bitwise-observable variable,
 one whose exact bits the program may compare (see `bitwise_observable.py`), is computed
-twice. Sharp edges: the stage of a later round may contain all local work of an earlier
-one; without rematerialization, its results are saved for all groups instead.
+twice. A round rematerializes work of a round of which it reads a result itself; what
+that work takes of rounds before it, as of a state that groups keep, is saved. So r
+rounds do at most twice the work of each, and not r times. Without rematerialization,
+all slices that a later round reads are saved.
+
+Sharp edges: what is cheap (see `work.py`) is rematerialized through any number of
+rounds.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from drjax import primitives
 from drjax._compat.types import Eqn, Var
@@ -39,6 +45,7 @@ from drjax._planner.stage_values import (
     SliceOperand,
     StageValues,
 )
+from drjax._planner.work import bytes_of, is_cheap
 
 T = TypeVar("T")
 
@@ -48,6 +55,9 @@ _INPUTS_OF_STAGES = (
     primitives.scatter_p,
     primitives.partition_index_p,
 )
+
+# How many later rounds rematerialize a costly value that they all read.
+_READERS = 2
 
 
 class LocalWork:
@@ -87,6 +97,10 @@ class LocalWork:
             dict.fromkeys(v for v, axis in leaving if values.is_slice(v, axis))
             for leaving in self._leaving
         ]
+        self._states: set[Var] = set()
+        self._cheap: dict[Var, bool] = {}
+        if rematerialize:
+            self._states = self._find_states()
         self._equations = [self._equations_of_round(i) for i in indices]
         self._computed = [self._computed_in_round(i) for i in indices]
         # Liveness: the last round that needs a slice of an earlier one.
@@ -174,16 +188,106 @@ class LocalWork:
         """Whether a later round may rematerialize the slices of a partitioned variable.
 
         It may unless the variable is an argument, bitwise-observable (the program may
-        compare its exact bits), an operand of a fence, or the result of an equation
-        with effects, of a move between groups or of a loop.
+        compare its exact bits), an operand of a fence, a state, or the result of an
+        equation with effects, of a move between groups or of a loop.
         """
         # Arguments have no definition, effects run once, and others communicate.
         eqn = self._values.definition.get(var)
         if eqn is None or eqn.effects or var in self._observable:
             return False
-        if var in self._before_fences:
+        if var in self._before_fences or var in self._states:
             return False
         return not _gives_slices(eqn, self._kinds)
+
+    def _find_states(self) -> set[Var]:
+        """Choose the slices to save, so that no work is repeated round after round.
+
+        Where a round reads results of an earlier one, it rematerializes work of that
+        round alone: of what it reads and what the work takes of rounds before, the
+        smaller is saved, unless it is cheap. So is a costly value of many readers.
+        """
+        indices = range(self.num_rounds)
+        reads = [[*self._reads_of_earlier(index)] for index in indices]
+        readers = Counter(v for each in reads for v in each)
+        cheap = {v: self._is_cheap(v) for v in readers}
+        states = {v for v, n in readers.items() if n > _READERS and not cheap[v]}
+        # Earlier versions of what the program returns for each group are saved.
+        returned = Counter(_type(v) for v, kind in self._results if kind.partitioned)
+        sources: list[list[Var]] = []
+        for each in reads:
+            by_round = defaultdict(list)
+            for var in each:
+                if not cheap[var]:
+                    by_round[self._rounds.round_of(var)].append(var)
+            for roots in by_round.values():
+                if Counter(map(_type, roots)) <= returned:
+                    states.update(roots)
+                else:
+                    sources.append(roots)
+        count = -1
+        # What is saved may let another round do with less work, which then ends there.
+        while count < len(states):
+            count = len(states)
+            for roots in sources:
+                states.update(self._cut([v for v in roots if v not in states], states))
+        return states
+
+    def _reads_of_earlier(self, index: int) -> Iterator[Var]:
+        """Yield once what the own work of a round may rematerialize of earlier rounds.
+
+        That are operands of its equations, and what leaves the groups after it.
+        """
+        eqns = filter(_is_work, self._rounds.local.get(index, ()))
+        operands = (x for e in eqns for x in self._values.operands(e))
+        read = dict.fromkeys(x.var for x in operands if isinstance(x, SliceOperand))
+        for var in read | self._leaving_slices[index]:
+            if self._rounds.round_of(var) < index and self._may_rematerialize(var):
+                yield var
+
+    def _cut(self, roots: Sequence[Var], states: set[Var]) -> Iterable[Var]:
+        """Choose what to save so that `roots` are rematerialized within their round.
+
+        `roots` are of one round, and `states` are saved already. Saved are those roots
+        whose work takes slices of earlier rounds, or these slices: the smaller of both.
+        """
+        escaping: dict[Var, None] = {}
+        reaching: dict[Var, bool] = {}
+
+        def reaches(var: Var) -> bool:
+            if var not in reaching:
+                stack = [var]
+                while stack:
+                    eqn = self._values.definition[stack[-1]]
+                    operands = [
+                        x.var
+                        for x in self._values.operands(eqn)
+                        if isinstance(x, SliceOperand)
+                        and x.var not in states
+                        and self._may_rematerialize(x.var)
+                    ]
+                    index = self._rounds.round_of(stack[-1])
+                    own = [v for v in operands if self._rounds.round_of(v) == index]
+                    if missing := [v for v in own if v not in reaching]:
+                        stack += missing
+                        continue
+                    outside = [
+                        v for v in operands if v not in own and not self._is_cheap(v)
+                    ]
+                    escaping.update(dict.fromkeys(outside))
+                    reaching[stack.pop()] = bool(outside) or any(map(reaching.get, own))
+            return reaching[var]
+
+        read = [v for v in roots if reaches(v)]
+        return read if bytes_of(read) < bytes_of(escaping) else escaping
+
+    def _is_cheap(self, var: Var) -> bool:
+        """Whether to rematerialize a variable, from the start, is no work at all."""
+        if var not in self._cheap:
+            definition = self._values.definition
+            self._cheap[var] = is_cheap(
+                var, lambda v: definition[v] if self._may_rematerialize(v) else None
+            )
+        return self._cheap[var]
 
     def _computed_in_round(self, index: int) -> dict[Var, None]:
         """List the variables that a round's local stage computes, in program order.
@@ -225,6 +329,10 @@ class LocalWork:
         # Only the round of its definition saves a variable; rematerialized values die
         # with their stage.
         return self._rounds.round_of(var) == index < self._last_use.get(var, -1)
+
+
+def _type(var: Var) -> tuple[tuple[int, ...], Any]:
+    return var.aval.shape, var.aval.dtype
 
 
 def _leaving(
