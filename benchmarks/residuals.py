@@ -197,6 +197,7 @@ TASKS = {
     "straight-line rounds": Task(_straight, False),
     "a scan over rounds": Task(_scanned, False),
     "straight-line rounds, states in the groups": Task(_straight, True),
+    "a scan over rounds, states in the groups": Task(_scanned, True),
 }
 
 

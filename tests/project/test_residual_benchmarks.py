@@ -1,6 +1,7 @@
 """What gradients through rounds compute and keep: no more than hand-written loops.
 
-Covers: benchmarks, drjax._planner.rematerialize_rounds.
+Covers: benchmarks, drjax._planner.rematerialize_rounds,
+drjax._planner.rematerialize_loops.
 """
 
 import jax
