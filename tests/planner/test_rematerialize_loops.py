@@ -14,6 +14,7 @@ from jax import lax
 
 import drjax
 from drjax._jaxprs.walk import deep_equations
+from drjax.plan import Scan
 
 N, D, T = 4, 5, 6
 RANDOM = np.random.default_rng(0)
@@ -25,7 +26,7 @@ X = RANDOM.normal(size=(N, 8, D)).astype(np.float32)
 def scans(fn, *args) -> list[Any]:
     """The scans over rounds of a plan."""
     plan = drjax.make_plan(fn)(*args)
-    return [step for step in plan.steps if isinstance(step, drjax.plan.Scan)]
+    return [step for step in plan.steps if isinstance(step, Scan)]
 
 
 def primitives(fn, *args):
@@ -49,7 +50,7 @@ def round_with_state(w, state, x):
 
 
 def last(w, state, x):
-    step = lambda carry, _: (round_with_state(*carry, x), None)
+    step = lambda carry, _: (round_with_state(carry[0], carry[1], x), None)
     (w, _), _ = lax.scan(step, (w, state), length=T)
     return jnp.sum(jnp.sin(jnp.asarray(w)))
 
