@@ -29,6 +29,8 @@ rounding could be observed (`bitwise_observable.py`). Then
 
 Stacks of global values do not grow with the number of groups. Partitioned values where
 S starts are stacked only if they have fewer bytes than the residuals that they replace.
+Residuals of the server's work are rematerialized likewise, where that needs fewer bytes
+together with what is stacked for the groups.
 
 JAX moves residuals that do not change from step to step outside of the loop, as
 partitioned constants of the backward scan. `_sink` moves the cheap equations that
@@ -179,43 +181,51 @@ class _ScanPair:
         # What a backward scan can read without the forward one stacking it.
         self._available = {*self.forward.body_consts, *self.forward.body_xs}
         pairs = zip(self.forward.ys, self.forward.body_ys, strict=True)
-        # The memory of a global stack does not grow with the number of groups.
-        candidates = {
-            outer: inner
-            for outer, inner in pairs
-            if self.body_kinds[inner].partitioned and self._only_scanned(outer)
-        }
-        self.residuals = self._worth(candidates)
+        candidates = {y: v for y, v in pairs if self._only_scanned(y)}
+        # First those of groups: what these need of the server is stacked anyway, as its
+        # memory does not grow with the number of groups.
+        self.residuals: dict[Any, Any] = {}
+        for partitioned in (True, False):
+            self.residuals |= self._worth(
+                {
+                    y: v
+                    for y, v in candidates.items()
+                    if self.body_kinds[v].partitioned == partitioned
+                },
+                partitioned,
+            )
 
-    def _worth(self, candidates: dict[Any, Any]) -> dict[Any, Any]:
+    def _worth(self, candidates: dict[Any, Any], partitioned: bool) -> dict[Any, Any]:
         """Choose the residuals whose memory is more than that of what replaces them.
 
         One by one, the largest first, as those that are chosen share what is stacked
-        with the next; or all together, if that saves more.
+        with the next; or all together, if that saves more. `partitioned` tells whether
+        slices of groups count, or values of the server.
         """
-        stacked = {outer: self._stacked([x]) for outer, x in candidates.items()}
-        chosen: dict[Any, Any] = {}
-        stacks: set[Var] = set()
-        for outer in sorted(stacked, key=lambda v: -bytes_of([candidates[v]])):
-            size = bytes_of([candidates[outer]])
-            if bytes_of(stacked[outer] - stacks) < size:
-                chosen[outer] = candidates[outer]
-                stacks |= stacked[outer]
-        every = set().union(*stacked.values())
-        saved = lambda residuals, stacks: bytes_of(residuals) - bytes_of(stacks)
-        together = saved({*candidates.values()}, every)
-        if together > max(0.0, saved({*chosen.values()}, stacks)):
+        before = self._stacked([*self.residuals.values()], partitioned)
+        stacked = {y: self._stacked([v], partitioned) for y, v in candidates.items()}
+        chosen, stacks = dict[Any, Any](), set(before)
+        for y in sorted(stacked, key=lambda y: -bytes_of([candidates[y]])):
+            if bytes_of(stacked[y] - stacks) < bytes_of([candidates[y]]):
+                chosen[y] = candidates[y]
+                stacks |= stacked[y]
+        every = before.union(*stacked.values())
+        saved = lambda residuals, stacks: (
+            bytes_of({*residuals.values()}) - bytes_of(stacks - before)
+        )
+        if saved(candidates, every) > max(0.0, saved(chosen, stacks)):
             return candidates
         # In the order of the scan, as names depend on it.
-        return {outer: x for outer, x in candidates.items() if outer in chosen}
+        return {y: v for y, v in candidates.items() if y in chosen}
 
-    def _stacked(self, roots: list[Var]) -> set[Var]:
-        """Collect the partitioned values to stack in order to rematerialize `roots`."""
+    def _stacked(self, roots: list[Var], partitioned: bool) -> set[Var]:
+        """Collect the values of a kind to stack in order to rematerialize `roots`."""
         _, starts = self._backward_slice(roots)
         return {
             v
             for v in starts
-            if self.body_kinds[v].partitioned and v not in self._available
+            if self.body_kinds[v].partitioned == partitioned
+            and v not in self._available
         }
 
     def _only_scanned(self, var: Var) -> bool:

@@ -183,3 +183,23 @@ def test_a_loop_of_one_step_does_no_work_twice(length, in_the_steps):
 
     counts = primitives(last, W[0, 0], X)
     assert (counts["sin"] == 20) == in_the_steps
+
+
+def test_residuals_of_the_server_are_rematerialized_from_what_is_stacked_anyway():
+    """Two models a round: what the scan carries, and the mean of the groups."""
+
+    @drjax.program(clients=N)
+    def last(rate, w, x):
+        def step(w, _):
+            work = lambda w, x: jnp.tanh(x @ w).T @ x
+            update = drjax.reduce_mean(drjax.map_fn(work, (drjax.broadcast(w), x)))
+            return w - rate * jnp.tanh(update / 3) * jnp.sin(w), None
+
+        return jnp.sum(lax.scan(step, w, length=T)[0])
+
+    gradient, args = jax.grad(last), (jnp.float32(0.1), W, X)
+    forward, _ = scans(gradient, *args)
+    stacks = forward.outputs[forward.carry :]
+    assert [v.shape for v in stacks] == [(T, D, D)] * 2
+    run = drjax.jit(gradient, groups_per_step=1)
+    np.testing.assert_allclose(run(*args), jax.jit(gradient)(*args), 1e-4, 1e-6)
