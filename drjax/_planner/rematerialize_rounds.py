@@ -15,9 +15,10 @@ program, and slices that a later round needs and cannot rematerialize.
 Invariants: no equation with effects is in two stages. No bitwise-observable variable,
 one whose exact bits the program may compare (see `bitwise_observable.py`), is computed
 twice. A round rematerializes work of a round of which it reads a result itself; what
-that work takes of rounds before it, as of a state that groups keep, is saved. So r
-rounds do at most twice the work of each, and not r times. Without rematerialization,
-all slices that a later round reads are saved.
+that work takes of rounds before it, as of a state that groups keep, is saved. So the
+work of a round is repeated once for each round that reads its results, and not once
+more for each round after that. Without rematerialization, all slices that a later round
+reads are saved.
 
 Sharp edges: what is cheap (see `work.py`) is rematerialized through any number of
 rounds.
@@ -45,7 +46,7 @@ from drjax._planner.stage_values import (
     SliceOperand,
     StageValues,
 )
-from drjax._planner.work import bytes_of, is_cheap
+from drjax._planner.work import bytes_of, is_cheap, operations
 
 T = TypeVar("T")
 
@@ -56,8 +57,8 @@ _INPUTS_OF_STAGES = (
     primitives.partition_index_p,
 )
 
-# How many later rounds rematerialize a costly value that they all read.
-_READERS = 2
+# Work is of one round if that of all rounds is at most so many times as much.
+_NEARLY = 1.05
 
 
 class LocalWork:
@@ -99,6 +100,7 @@ class LocalWork:
         ]
         self._states: set[Var] = set()
         self._cheap: dict[Var, bool] = {}
+        self._operations: dict[int, float] = {}
         if rematerialize:
             self._states = self._find_states()
         self._equations = [self._equations_of_round(i) for i in indices]
@@ -202,35 +204,92 @@ class LocalWork:
     def _find_states(self) -> set[Var]:
         """Choose the slices to save, so that no work is repeated round after round.
 
-        Where a round reads results of an earlier one, it rematerializes work of that
-        round alone: of what it reads and what the work takes of rounds before, the
-        smaller is saved, unless it is cheap. So is a costly value of many readers.
+        Where a round reads results of an earlier one, these are rematerialized if that
+        is nearly all work of one round, however many rounds read them. If not, of what
+        it reads and what the work of that round takes of rounds before, the smaller is
+        saved. So is what fits into the memory of results that come later.
         """
-        indices = range(self.num_rounds)
-        reads = [[*self._reads_of_earlier(index)] for index in indices]
-        readers = Counter(v for each in reads for v in each)
-        cheap = {v: self._is_cheap(v) for v in readers}
-        states = {v for v, n in readers.items() if n > _READERS and not cheap[v]}
-        # Earlier versions of what the program returns for each group are saved.
-        returned = Counter(_type(v) for v, kind in self._results if kind.partitioned)
-        sources: list[list[Var]] = []
-        for each in reads:
-            by_round = defaultdict(list)
-            for var in each:
-                if not cheap[var]:
-                    by_round[self._rounds.round_of(var)].append(var)
-            for roots in by_round.values():
-                if Counter(map(_type, roots)) <= returned:
-                    states.update(roots)
-                else:
-                    sources.append(roots)
+        reads = [
+            [v for v in self._reads_of_earlier(index) if not self._is_cheap(v)]
+            for index in range(self.num_rounds)
+        ]
+        states, sources = self._in_memory_of_results(reads)
         count = -1
         # What is saved may let another round do with less work, which then ends there.
         while count < len(states):
             count = len(states)
             for roots in sources:
-                states.update(self._cut([v for v in roots if v not in states], states))
+                roots = [v for v in roots if v not in states]
+                if not self._is_of_one_round(roots, states):
+                    states.update(self._cut(roots, states))
         return states
+
+    def _in_memory_of_results(
+        self, reads: Sequence[Sequence[Var]]
+    ) -> tuple[set[Var], list[list[Var]]]:
+        """Choose what to save in memory that results of later rounds take in the end.
+
+        `reads` has what each round reads of earlier ones. What is left over is returned
+        as well: for each round that reads and each that is read, a list.
+        """
+        last = {v: index for index, each in enumerate(reads) for v in each}
+        saved, left, free = set[Var](), list[list[Var]](), self._later_results()
+        for each in reads:
+            by_round = defaultdict[int, list[Var]](list)
+            for var in each:
+                if var not in saved:
+                    by_round[self._rounds.round_of(var)].append(var)
+            for start, roots in by_round.items():
+                needed = [
+                    (types, Counter(_type(v) for v in roots if index < last[v]))
+                    for index, types in enumerate(free[start:], start)
+                ]
+                if all(new <= types for types, new in needed):
+                    for types, new in needed:
+                        types -= new
+                    saved.update(roots)
+                else:
+                    left.append(roots)
+        return saved, left
+
+    def _later_results(self) -> list[Counter[Any]]:
+        """For each round, count the types of the slices that later ones return.
+
+        Until then, the memory of these is free. Only what local stages compute counts.
+        """
+        later, results = (
+            Counter[Any](),
+            [Counter[Any]() for _ in range(self.num_rounds)],
+        )
+        for var, kind in dict(self._results).items():
+            eqn = self._values.definition.get(var)
+            if kind.partitioned and eqn and not _gives_slices(eqn, self._kinds):
+                results[self._rounds.round_of(var)][_type(var)] += 1
+        free: list[Counter[Any]] = []
+        for each in reversed(results):
+            free.append(later.copy())
+            later += each
+        return free[::-1]
+
+    def _is_of_one_round(self, roots: Sequence[Var], states: set[Var]) -> bool:
+        """Whether the work that `roots` need is nearly all of the same round.
+
+        It starts from slices of arguments, from `states`, and from what else no round
+        rematerializes.
+        """
+        work, seen, stack = defaultdict[int, float](float), {*roots}, [*roots]
+        while stack:
+            var = stack.pop()
+            eqn = self._values.definition[var]
+            if id(eqn) not in self._operations:
+                self._operations[id(eqn)] = operations(eqn)
+            work[self._rounds.round_of(var)] += self._operations[id(eqn)]
+            for x in self._values.operands(eqn):
+                if isinstance(x, SliceOperand) and x.var not in seen:
+                    seen.add(x.var)
+                    if x.var not in states and self._may_rematerialize(x.var):
+                        stack.append(x.var)
+        return sum(work.values()) <= _NEARLY * max(work.values(), default=0)
 
     def _reads_of_earlier(self, index: int) -> Iterator[Var]:
         """Yield once what the own work of a round may rematerialize of earlier rounds.
