@@ -262,10 +262,12 @@ class MeshInterpreter(PlanInterpreter):
         """Make the interpreters of a loop's bodies, over the plan's own partition."""
 
         def lasting(i: int, body: Plan) -> frozenset[str]:
-            # Every body but the last of a loop, its condition, leaves its inputs to
-            # others; so do branches.
-            last = i == len(loop.bodies) - 1 and not isinstance(loop, Cond)
-            values = body.inputs[: loop.consts[-1]] if last else body.inputs
+            # A condition leaves its inputs to the body of its loop, and a branch to what
+            # follows. A loop of one step is unrolled by the compiler, which then drops
+            # a state that nothing reads, but not what a loop over chunks carries.
+            carries = i == len(loop.bodies) - 1 and bool(loop.carry)
+            once = not carries or loop.length == 1
+            values = body.inputs if once else body.inputs[: loop.consts[-1]]
             return frozenset(v.name for v in values)
 
         return [
