@@ -262,9 +262,9 @@ class MeshInterpreter(PlanInterpreter):
         """Make the interpreters of a loop's bodies, over the plan's own partition."""
 
         def lasting(i: int, body: Plan) -> frozenset[str]:
-            # A condition leaves its inputs to the body of its loop, and a branch to what
-            # follows. A loop of one step is unrolled by the compiler, which then drops
-            # a state that nothing reads, but not what a loop over chunks carries.
+            # A condition leaves its inputs to the body of its loop, a branch to what
+            # follows. The compiler unrolls a loop of one step, and then drops a state
+            # that nothing reads, but not what a loop over chunks carries.
             carries = i == len(loop.bodies) - 1 and bool(loop.carry)
             once = not carries or loop.length == 1
             values = body.inputs if once else body.inputs[: loop.consts[-1]]
