@@ -26,6 +26,7 @@ from drjax._compat.jax_types import (
 from drjax._compat.jax_types import JAX_VERSION as JAX_VERSION
 from drjax._compat.jax_types import JAXPR_TYPES as JAXPR_TYPES
 from drjax._compat.jax_types import MERGED as MERGED
+from drjax._compat.jax_types import UPDATES_BEHIND_BARRIERS as UPDATES_BEHIND_BARRIERS
 from drjax._compat.jax_types import Jaxpr as Jaxpr
 from drjax._compat.jax_types import JaxprTrace as JaxprTrace
 from drjax._compat.jax_types import ShapedArray as ShapedArray

@@ -20,6 +20,10 @@ JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 # Results of a shard_map that are sharded over another, Explicit axis: old versions
 # gather them where the shard_map ends.
 GATHERS_EXPLICIT_RESULTS = JAX_VERSION < (0, 12)
+
+# Whether a loop may write into a carried array after reads that a barrier puts first:
+# older compilers for CPUs remove barriers before they insert copies.
+UPDATES_BEHIND_BARRIERS = JAX_VERSION >= (0, 12)
 MERGED = not hasattr(core, "ClosedJaxpr")  # Jaxpr and ClosedJaxpr are one class
 Jaxpr: Any = getattr(core, "ClosedJaxpr", core.Jaxpr)
 JAXPR_TYPES = (core.Jaxpr, Jaxpr)

@@ -91,7 +91,8 @@ def jit(
         Keep the result of `drjax.jit`, which remembers. Default: all.
       residuals: What a round needs of an earlier round's results in the groups:
         `"recompute"` (rematerialize) it, or `"store"` it for all groups. Results of
-        equations with effects are stored. Default: `"store"` where all groups of a
+        equations with effects are stored, and states, from which a round's work starts:
+        no work is repeated through two rounds. Default: `"store"` where all groups of a
         device run at once, as `jax.jit` does, and `"recompute"` where they do not; with
         `"auto"`, `"store"` if all groups fit in memory so.
       memory_budget: With `"auto"` and `"tune"`, bytes of temporary memory for each

@@ -39,6 +39,31 @@ def read_last(plan: "Plan") -> list[list[str]]:
     return names[:-1]
 
 
+def replaced(plan: "Plan", lasting: Set[str]) -> list[dict[str, str]]:
+    """For each local stage, by output the input whose memory it may take.
+
+    Both are partitioned and of one type, and nothing reads the input later. Inputs of
+    the plan are the last choice, as their memory may be the caller's. `lasting` are
+    those of them that are read after the plan, or again when it runs again.
+    """
+    slices, result = kept(plan), list[dict[str, str]]()
+    of_caller = {v.name for v in plan.inputs}
+    for step, names in zip(plan.steps, read_last(plan), strict=True):
+        if not isinstance(step, Stage) or not step.local:
+            continue
+        free = [v for v in step.inputs if v.partitioned and v.name in names]
+        free = [v for v in free if v.name not in lasting]
+        free.sort(key=lambda v: v.name in of_caller)
+        pairs: dict[str, str] = {}
+        for out in step.outputs:
+            fits = (v for v in free if (v.shape, v.dtype) == (out.shape, out.dtype))
+            if out.name in slices and (value := next(fits, None)):
+                pairs[out.name] = value.name
+                free.remove(value)
+        result.append(pairs)
+    return result
+
+
 def kept(plan: "Plan") -> frozenset[str]:
     """The names of the values of which slices are needed, not only combinations.
 

@@ -9,38 +9,40 @@ or pair of scans, is rewritten; None when there is no more.
 The derivative of a scan is a scan that runs backward and takes, step by step, the
 residuals of the forward scan. Where these are partitioned, memory grows with the number
 of groups times the number of steps. `rematerialize_residuals` rewrites such a pair: the
-forward scan saves global values only (what it carries, and what it reduces), and the
-backward scan starts each step with the groups' work of that step:
+forward scan saves what enters the groups' work of a step (what it carries, as the
+states of groups, and what it communicates), and the backward scan starts each step with
+that work:
 
     forward F: carry, x_t -> y_t (partitioned)     backward B: ..., y_t -> ...
     becomes F': carry, x_t -> carry_t              B': ..., carry_t, x_t -> y_t -> ...
 
 Soundness: let S be the backward slice of y_t in the body of F, cut at the body's
-arguments and at every equation that communicates. Then
+arguments, at every equation that communicates or has effects, and at variables where
+rounding could be observed (`bitwise_observable.py`). Then
 
 * each equation of S is a pure function: no effects, no communication;
 * each variable where S starts has in step t of B' the value that it has in step t of F.
   Constants are the same, stacks are indexed by the step whatever the direction of a
   scan, and carried and reduced values are stacked by F' itself;
 * so step t of B' computes y_t by the same equations from the same values. It is equal
-  up to the compiler's rounding; variables where rounding could be observed are never
-  in S (`bitwise_observable.py`).
+  up to the compiler's rounding.
 
-A start that is carried or communicated must be global; if it is partitioned, stacking
-it would cost what y_t costs, and y_t is saved.
+Stacks of global values do not grow with the number of groups. Partitioned values where
+S starts are stacked only if they have fewer bytes than the residuals that they replace.
+Residuals of the server's work are rematerialized likewise, where that needs fewer bytes
+together with what is stacked for the groups.
 
 JAX moves residuals that do not change from step to step outside of the loop, as
 partitioned constants of the backward scan. `_sink` moves the cheap equations that
 compute them into the steps, so that they are not live during the whole loop.
 
 Invariants: communication is neither added nor repeated. Arithmetic of S is done twice.
-Sharp edges: `_sink` counts a primitive with an unbatching rule as cheap unless it is in
-`_EXPENSIVE`, so a new rule for a costly primitive needs its name there, too. A
+Sharp edges: a
 rewritten scan has no jaxpr in its parameters: its body is in
 `InlinedJaxpr.known_bodies` alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from drjax import _compat
@@ -59,6 +61,7 @@ from drjax._planner.exchanges import exchange_rule
 from drjax._planner.inline import InlinedJaxpr
 from drjax._planner.partitioning.environment import Environment
 from drjax._planner.unbatching.rules import UNBATCHING_RULES
+from drjax._planner.work import COSTLY, PER_BYTE, bytes_of, operations
 from drjax._primitives.map_fn import eliminate_dead_code
 from drjax.primitives import broadcast_p, map_fn_p, partition_index_p, scatter_p
 
@@ -73,7 +76,8 @@ def rematerialize_residuals(kinds: Environment) -> InlinedJaxpr | None:
     * Cheap equations, which cost little compared with the memory of their result, and
       compute partitioned constants of the scan, are moved into its steps.
     * A forward scan no longer stacks its partitioned residuals. The backward scans that
-      read them rematerialize them step by step, from global values.
+      read them rematerialize them step by step, from global values, or from states of
+      groups that are smaller.
     """
     for eqn in kinds.program.eqns:
         if eqn.primitive.name == "scan" and kinds.is_loop(eqn):
@@ -174,13 +178,55 @@ class _ScanPair:
         self.body_kinds = kinds.loops[eqn].bodies[0]
         self.definition = definitions(self.forward.body.eqns)
         self.observable = bitwise_observable(self.forward.body)
+        # What a backward scan can read without the forward one stacking it.
+        self._available = {*self.forward.body_consts, *self.forward.body_xs}
+        pairs = zip(self.forward.ys, self.forward.body_ys, strict=True)
+        candidates = {y: v for y, v in pairs if self._only_scanned(y)}
+        # First those of groups: what these need of the server is stacked anyway, as its
+        # memory does not grow with the number of groups.
         self.residuals: dict[Any, Any] = {}
-        for outer, inner in zip(self.forward.ys, self.forward.body_ys, strict=True):
-            # The memory of a global stack does not grow with the number of groups.
-            if not self.body_kinds[inner].partitioned or not self._only_scanned(outer):
-                continue
-            if self._backward_slice([inner]) is not None:
-                self.residuals[outer] = inner
+        for partitioned in (True, False):
+            self.residuals |= self._worth(
+                {
+                    y: v
+                    for y, v in candidates.items()
+                    if self.body_kinds[v].partitioned == partitioned
+                },
+                partitioned,
+            )
+
+    def _worth(self, candidates: dict[Any, Any], partitioned: bool) -> dict[Any, Any]:
+        """Choose the residuals whose memory is more than that of what replaces them.
+
+        One by one, the largest first, as those that are chosen share what is stacked
+        with the next; or all together, if that saves more. `partitioned` tells whether
+        slices of groups count, or values of the server.
+        """
+        before = self._stacked([*self.residuals.values()], partitioned)
+        stacked = {y: self._stacked([v], partitioned) for y, v in candidates.items()}
+        chosen, stacks = dict[Any, Any](), set(before)
+        for y in sorted(stacked, key=lambda y: -bytes_of([candidates[y]])):
+            if bytes_of(stacked[y] - stacks) < bytes_of([candidates[y]]):
+                chosen[y] = candidates[y]
+                stacks |= stacked[y]
+        every = before.union(*stacked.values())
+        saved = lambda residuals, stacks: (
+            bytes_of({*residuals.values()}) - bytes_of(stacks - before)
+        )
+        if saved(candidates, every) > max(0.0, saved(chosen, stacks)):
+            return candidates
+        # In the order of the scan, as names depend on it.
+        return {y: v for y, v in candidates.items() if y in chosen}
+
+    def _stacked(self, roots: list[Var], partitioned: bool) -> set[Var]:
+        """Collect the values of a kind to stack in order to rematerialize `roots`."""
+        _, starts = self._backward_slice(roots)
+        return {
+            v
+            for v in starts
+            if self.body_kinds[v].partitioned == partitioned
+            and v not in self._available
+        }
 
     def _only_scanned(self, var: Var) -> bool:
         """Whether a stack is used, and only as a stack of scans of the same length.
@@ -202,37 +248,22 @@ class _ScanPair:
             for e in users
         )
 
-    def _backward_slice(self, roots: list[Var]) -> tuple[list[Eqn], list[Var]] | None:
+    def _backward_slice(self, roots: list[Var]) -> tuple[list[Eqn], list[Var]]:
         """Find the forward body's equations that a backward scan may rematerialize.
 
         They compute the roots, and are in the order of the body. They are returned with
         the variables of the body from which they start, without its constants: its
-        arguments, and results of communication. None in each of these cases:
-
-        * an equation with effects would run twice;
-        * a bitwise-observable variable would be rematerialized: the program may
-          compare its exact bits;
-        * a start is partitioned, and is carried or is a result of communication.
+        arguments, results of communication and of effects, and bitwise-observable
+        values, whose exact bits the program may compare.
         """
         body = self.forward.body
 
-        def communicates(eqn: Eqn) -> bool:
-            rule = exchange_rule(eqn, self.body_kinds)
-            combines = rule is not None and not rule.gives_slices
-            return combines or self.body_kinds.is_loop(eqn)
-
         def is_pure(var: Var, eqn: Eqn) -> bool:
-            return not (communicates(eqn) or eqn.effects or var in self.observable)
+            communicates = exchange_rule(eqn, self.body_kinds) is not None
+            looped = self.body_kinds.is_loop(eqn)
+            return not (communicates or looped or eqn.effects or var in self.observable)
 
         eqns, starts = backward_slice(roots, self.definition, is_pure)
-        for var in starts:
-            eqn = self.definition.get(var)
-            if eqn is not None and not communicates(eqn):
-                return None  # effects run once, and observable values are saved
-            # Constants and `xs` exist outside of the scan; other starts are stacked.
-            stacked = eqn is not None or var in self.forward.body_carry
-            if stacked and self.body_kinds[var].partitioned:
-                return None  # stacking it costs as much as the residual
         # In the order of the body: definitions precede uses.
         ordered = [e for e in body.eqns if id(e) in eqns]
         # Constants of the jaxpr are no operands: the rewritten body has them itself.
@@ -245,18 +276,13 @@ class _ScanPair:
         from which they are computed. These are recorded in `self.stacks`.
         """
         forward = self.forward
-        # One slice for all, so that a start that they share is stacked once. It exists:
-        # each residual has one, and its conditions are on single variables.
-        residual_slice = self._backward_slice(list(self.residuals.values()))
-        assert residual_slice is not None
-        _, starts = residual_slice
-        # What the backward scan can read without the forward one stacking it.
-        available = {*forward.body_consts, *forward.body_xs}
+        # One slice for all, so that a start that they share is stacked once.
+        _, starts = self._backward_slice(list(self.residuals.values()))
         length = forward.eqn.params["length"]
         self.stacks = {
             v: _compat.new_var(_compat.stacked_aval(v.aval, length))
             for v in starts
-            if v not in available
+            if v not in self._available
         }
         ys = [
             pair
@@ -289,9 +315,7 @@ class _ScanPair:
         """
         scanned = list(zip(scan.xs, scan.body_xs, strict=True))
         roots = {b: self.residuals[x] for x, b in scanned if x in self.residuals}
-        residual_slice = self._backward_slice(list(roots.values()))
-        assert residual_slice is not None
-        eqns, starts = residual_slice
+        eqns, starts = self._backward_slice(list(roots.values()))
         # Fresh variables: a forward scan may have several backward scans.
         fresh, first = copy_equations(eqns, starts)
         forward = self.forward
@@ -319,8 +343,8 @@ def _sink(kinds: Environment, scan: _Scan) -> InlinedJaxpr | None:
 
     A constant is then rematerialized in each step, and not live during the whole loop.
     None if there is no constant to move: one that is partitioned along axis 0, the
-    result of a cheap equation (`_is_cheap`), and not bitwise-observable (the program
-    may compare its bits).
+    result of a cheap chain of equations (`_is_worth`), and not bitwise-observable (the
+    program may compare its bits).
     """
     program = kinds.program
     consts = {v for v in scan.consts if kinds[v].axis == 0}
@@ -329,18 +353,17 @@ def _sink(kinds: Environment, scan: _Scan) -> InlinedJaxpr | None:
     definition = definitions(eqns)
     for var in bitwise_observable(program):
         definition.pop(var, None)
+    # Global values are computed once by the server, not by each group in each step.
+    of_groups = {v: e for v, e in definition.items() if kinds[v].partitioned}
     # A dict, as a set would make the order of operands depend on identities.
     sunk = {
         v: None
         for v in scan.consts
-        if v in consts and v in definition and _is_cheap(definition[v])
+        if v in consts and v in definition and _is_worth(v, of_groups, scan)
     }
     if not sunk:
         return None
-    # Global values are computed once by the server, not by each group in each step.
-    needed, starts = backward_slice(
-        sunk, definition, lambda v, e: kinds[v].partitioned and _is_cheap(e)
-    )
+    needed, starts = backward_slice(sunk, of_groups, lambda _, e: _is_cheap(e))
     # No start is sunk by a later call, so the calls come to an end: each start is an
     # argument, a constant, observable, global, or not cheap.
     fresh, first = copy_equations([e for e in eqns if id(e) in needed], starts)
@@ -360,13 +383,26 @@ def _sink(kinds: Environment, scan: _Scan) -> InlinedJaxpr | None:
     return _replace_scans(program, {id(scan.eqn): (eqn, body)})
 
 
-# Primitives with an unbatching rule that cost more than the memory of their result:
-# their arithmetic for each element grows with the operands, or is long.
-_EXPENSIVE = frozenset(
-    """cholesky conv_general_dilated dot_general eigh fft lu random_gamma
-    reduce_window_max reduce_window_min reduce_window_sum select_and_gather_add
-    select_and_scatter_add sort svd top_k triangular_solve""".split()
-)
+# Work before a loop of T steps may be done in each step instead, if that is at most
+# this share of the work of the steps.
+_SHARE = 1 / 16
+
+
+def _is_worth(var: Var, definition: Mapping[Var, Eqn], scan: _Scan) -> bool:
+    """Whether to compute a constant of a scan in each step, to save its memory.
+
+    If its last equation is cheap, and so is the chain of cheap equations of groups,
+    `definition`, that compute it: compared with reading it, or with all of the steps.
+    """
+    if not _is_cheap(definition[var]):
+        return False
+    chain, _ = backward_slice([var], definition, lambda _, e: _is_cheap(e))
+    one = sum(map(operations, chain.values()))
+    steps = scan.eqn.params["length"]
+    step = sum(map(operations, scan.body.eqns))
+    return one <= PER_BYTE * bytes_of([var]) or (
+        (steps - 1) * one <= _SHARE * steps * step
+    )
 
 
 def _with_cheap_part(eqn: Eqn, consts: set[Var]) -> list[Eqn]:
@@ -398,11 +434,11 @@ def _is_cheap(eqn: Eqn) -> bool:
 
     It has no effects, and costs little compared with the memory of its result: it is a
     `broadcast`, `scatter`, `partition_index` or `iota`, or any primitive with an
-    unbatching rule, unless its name is in `_EXPENSIVE`. A `map_fn` or `jit` is cheap if
+    unbatching rule, unless its name is in `COSTLY`. A `map_fn` or `jit` is cheap if
     all equations of its jaxpr are.
     """
     name = eqn.primitive.name
-    if eqn.effects or name in _EXPENSIVE:
+    if eqn.effects or name in COSTLY:
         return False
     if eqn.primitive is map_fn_p or name == "jit":
         # Inlining does not enter mapped functions, so calls remain in them.

@@ -14,12 +14,19 @@ program, and slices that a later round needs and cannot rematerialize.
 
 Invariants: no equation with effects is in two stages. No bitwise-observable variable,
 one whose exact bits the program may compare (see `bitwise_observable.py`), is computed
-twice. Sharp edges: the stage of a later round may contain all local work of an earlier
-one; without rematerialization, its results are saved for all groups instead.
+twice. A round rematerializes work of a round of which it reads a result itself; what
+that work takes of rounds before it, as of a state that groups keep, is saved. So the
+work of a round is repeated once for each round that reads its results, and not once
+more for each round after that. Without rematerialization, all slices that a later round
+reads are saved.
+
+Sharp edges: what is cheap (see `work.py`) is rematerialized through any number of
+rounds.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from drjax import primitives
 from drjax._compat.types import Eqn, Var
@@ -39,6 +46,7 @@ from drjax._planner.stage_values import (
     SliceOperand,
     StageValues,
 )
+from drjax._planner.work import bytes_of, is_cheap, operations
 
 T = TypeVar("T")
 
@@ -48,6 +56,9 @@ _INPUTS_OF_STAGES = (
     primitives.scatter_p,
     primitives.partition_index_p,
 )
+
+# Work is of one round if that of all rounds is at most so many times as much.
+_NEARLY = 1.05
 
 
 class LocalWork:
@@ -87,6 +98,11 @@ class LocalWork:
             dict.fromkeys(v for v, axis in leaving if values.is_slice(v, axis))
             for leaving in self._leaving
         ]
+        self._states: set[Var] = set()
+        self._cheap: dict[Var, bool] = {}
+        self._operations: dict[int, float] = {}
+        if rematerialize:
+            self._states = self._find_states()
         self._equations = [self._equations_of_round(i) for i in indices]
         self._computed = [self._computed_in_round(i) for i in indices]
         # Liveness: the last round that needs a slice of an earlier one.
@@ -174,16 +190,163 @@ class LocalWork:
         """Whether a later round may rematerialize the slices of a partitioned variable.
 
         It may unless the variable is an argument, bitwise-observable (the program may
-        compare its exact bits), an operand of a fence, or the result of an equation
-        with effects, of a move between groups or of a loop.
+        compare its exact bits), an operand of a fence, a state, or the result of an
+        equation with effects, of a move between groups or of a loop.
         """
         # Arguments have no definition, effects run once, and others communicate.
         eqn = self._values.definition.get(var)
         if eqn is None or eqn.effects or var in self._observable:
             return False
-        if var in self._before_fences:
+        if var in self._before_fences or var in self._states:
             return False
         return not _gives_slices(eqn, self._kinds)
+
+    def _find_states(self) -> set[Var]:
+        """Choose the slices to save, so that no work is repeated round after round.
+
+        Where a round reads results of an earlier one, these are rematerialized if that
+        is nearly all work of one round, however many rounds read them. If not, of what
+        it reads and what the work of that round takes of rounds before, the smaller is
+        saved. So is what fits into the memory of results that come later.
+        """
+        reads = [
+            [v for v in self._reads_of_earlier(index) if not self._is_cheap(v)]
+            for index in range(self.num_rounds)
+        ]
+        states, sources = self._in_memory_of_results(reads)
+        count = -1
+        # What is saved may let another round do with less work, which then ends there.
+        while count < len(states):
+            count = len(states)
+            for roots in sources:
+                roots = [v for v in roots if v not in states]
+                if not self._is_of_one_round(roots, states):
+                    states.update(self._cut(roots, states))
+        return states
+
+    def _in_memory_of_results(
+        self, reads: Sequence[Sequence[Var]]
+    ) -> tuple[set[Var], list[list[Var]]]:
+        """Choose what to save in memory that results of later rounds take in the end.
+
+        `reads` has what each round reads of earlier ones. What is left over is returned
+        as well: for each round that reads and each that is read, a list.
+        """
+        last = {v: index for index, each in enumerate(reads) for v in each}
+        saved, left, free = set[Var](), list[list[Var]](), self._later_results()
+        for each in reads:
+            by_round = defaultdict[int, list[Var]](list)
+            for var in each:
+                if var not in saved:
+                    by_round[self._rounds.round_of(var)].append(var)
+            for start, roots in by_round.items():
+                needed = [
+                    (types, Counter(_type(v) for v in roots if index < last[v]))
+                    for index, types in enumerate(free[start:], start)
+                ]
+                if all(new <= types for types, new in needed):
+                    for types, new in needed:
+                        types -= new
+                    saved.update(roots)
+                else:
+                    left.append(roots)
+        return saved, left
+
+    def _later_results(self) -> list[Counter[Any]]:
+        """For each round, count the types of the slices that later ones return.
+
+        Until then, the memory of these is free. Only what local stages compute counts.
+        """
+        later, results = (
+            Counter[Any](),
+            [Counter[Any]() for _ in range(self.num_rounds)],
+        )
+        for var, kind in dict(self._results).items():
+            eqn = self._values.definition.get(var)
+            if kind.partitioned and eqn and not _gives_slices(eqn, self._kinds):
+                results[self._rounds.round_of(var)][_type(var)] += 1
+        free: list[Counter[Any]] = []
+        for each in reversed(results):
+            free.append(later.copy())
+            later += each
+        return free[::-1]
+
+    def _is_of_one_round(self, roots: Sequence[Var], states: set[Var]) -> bool:
+        """Whether the work that `roots` need is nearly all of the same round.
+
+        It starts from slices of arguments, from `states`, and from what else no round
+        rematerializes.
+        """
+        work, seen, stack = defaultdict[int, float](float), {*roots}, [*roots]
+        while stack:
+            var = stack.pop()
+            eqn = self._values.definition[var]
+            if id(eqn) not in self._operations:
+                self._operations[id(eqn)] = operations(eqn)
+            work[self._rounds.round_of(var)] += self._operations[id(eqn)]
+            for x in self._values.operands(eqn):
+                if isinstance(x, SliceOperand) and x.var not in seen:
+                    seen.add(x.var)
+                    if x.var not in states and self._may_rematerialize(x.var):
+                        stack.append(x.var)
+        return sum(work.values()) <= _NEARLY * max(work.values(), default=0)
+
+    def _reads_of_earlier(self, index: int) -> Iterator[Var]:
+        """Yield once what the own work of a round may rematerialize of earlier rounds.
+
+        That are operands of its equations, and what leaves the groups after it.
+        """
+        eqns = filter(_is_work, self._rounds.local.get(index, ()))
+        operands = (x for e in eqns for x in self._values.operands(e))
+        read = dict.fromkeys(x.var for x in operands if isinstance(x, SliceOperand))
+        for var in read | self._leaving_slices[index]:
+            if self._rounds.round_of(var) < index and self._may_rematerialize(var):
+                yield var
+
+    def _cut(self, roots: Sequence[Var], states: set[Var]) -> Iterable[Var]:
+        """Choose what to save so that `roots` are rematerialized within their round.
+
+        `roots` are of one round, and `states` are saved already. Saved are those roots
+        whose work takes slices of earlier rounds, or these slices: the smaller of both.
+        """
+        escaping: dict[Var, None] = {}
+        reaching: dict[Var, bool] = {}
+
+        def reaches(var: Var) -> bool:
+            if var not in reaching:
+                stack = [var]
+                while stack:
+                    eqn = self._values.definition[stack[-1]]
+                    operands = [
+                        x.var
+                        for x in self._values.operands(eqn)
+                        if isinstance(x, SliceOperand)
+                        and x.var not in states
+                        and self._may_rematerialize(x.var)
+                    ]
+                    index = self._rounds.round_of(stack[-1])
+                    own = [v for v in operands if self._rounds.round_of(v) == index]
+                    if missing := [v for v in own if v not in reaching]:
+                        stack += missing
+                        continue
+                    outside = [
+                        v for v in operands if v not in own and not self._is_cheap(v)
+                    ]
+                    escaping.update(dict.fromkeys(outside))
+                    reaching[stack.pop()] = bool(outside) or any(map(reaching.get, own))
+            return reaching[var]
+
+        read = [v for v in roots if reaches(v)]
+        return read if bytes_of(read) < bytes_of(escaping) else escaping
+
+    def _is_cheap(self, var: Var) -> bool:
+        """Whether to rematerialize a variable, from the start, is no work at all."""
+        if var not in self._cheap:
+            definition = self._values.definition
+            self._cheap[var] = is_cheap(
+                var, lambda v: definition[v] if self._may_rematerialize(v) else None
+            )
+        return self._cheap[var]
 
     def _computed_in_round(self, index: int) -> dict[Var, None]:
         """List the variables that a round's local stage computes, in program order.
@@ -225,6 +388,10 @@ class LocalWork:
         # Only the round of its definition saves a variable; rematerialized values die
         # with their stage.
         return self._rounds.round_of(var) == index < self._last_use.get(var, -1)
+
+
+def _type(var: Var) -> tuple[tuple[int, ...], Any]:
+    return var.aval.shape, var.aval.dtype
 
 
 def _leaving(

@@ -29,10 +29,12 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import drjax
+from drjax._planner import rematerialize_loops, rematerialize_rounds
 from drjax._planner.partitioning import consistency
 from drjax._planner.partitioning.kind import signature
 from drjax._planner.unbatching.rules import UNBATCHING_RULES
 from drjax.backends.xla import reuse_accumulators
+from drjax.backends.xla.chunked_stage import ChunkedStage
 from tests.helpers.exchanges import exchanges_of_large_programs
 from tests.helpers.interpreter import interpreted, stage_runner
 from tests.helpers.meshes import in_mesh
@@ -152,6 +154,39 @@ def counting():
         mock.patch.object(consistency, "check_equation", check_counted),
     ):
         yield rules, kinds
+
+
+@contextlib.contextmanager
+def choices():
+    """Counts what plans save, stack and rematerialize, and what takes whose memory."""
+    chosen = collections.Counter()
+
+    def counted(owner, method, names):
+        original = getattr(owner, method)
+
+        def run(self, *args):
+            result = original(self, *args)
+            chosen.update(names(self, result))
+            return result
+
+        return mock.patch.object(owner, method, run)
+
+    def of_scans(pair, _):
+        for what, variables in ("stacked", pair.stacks), ("again", pair.residuals):
+            for var in variables.values() if what == "again" else variables:
+                slices = pair.body_kinds[var].partitioned
+                yield f"{what}: {'slices' if slices else 'global values'}"
+
+    work = rematerialize_rounds.LocalWork
+    with (
+        counted(
+            work, "_in_memory_of_results", lambda _, x: ["for a result"] * len(x[0])
+        ),
+        counted(work, "_cut", lambda _, states: ["state"] * len(states)),
+        counted(rematerialize_loops._ScanPair, "rewritten", of_scans),
+        counted(ChunkedStage, "_updated", lambda _, x: ["in place"] * len(x)),
+    ):
+        yield chosen
 
 
 def is_known(program: Program, error: Exception) -> bool:

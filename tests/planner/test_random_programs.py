@@ -18,6 +18,7 @@ drjax._planner.unbatching.rules.
 
 import collections
 import concurrent.futures
+import dataclasses
 import functools
 import hashlib
 import json
@@ -33,11 +34,20 @@ import pytest
 from jax.extend.core import Primitive
 
 import drjax
+from drjax import _compat
 from drjax._planner.inline import CONTROL
 from drjax._planner.unbatching.rules import ELEMENTWISE, UNBATCHING_RULES
 from tests.helpers.cases import some
-from tests.helpers.random_programs import MESHES, MODES, Program, covering, fits, valid
-from tests.helpers.random_run import check, counting, is_known, run
+from tests.helpers.random_programs import (
+    MESHES,
+    MODES,
+    Program,
+    covering,
+    draw,
+    fits,
+    valid,
+)
+from tests.helpers.random_run import check, choices, counting, is_known, run
 from tests.helpers.unbatching_cases import INTERNAL
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
@@ -202,6 +212,27 @@ slowly = functools.partial(some, marks=pytest.mark.slow)
 def test_what_was_found(case):
     recipe, f, (step, mesh) = case
     check(Program(recipe, f=f, step=step, mesh=mesh))
+
+
+# By the number of a program of seed 7, what it reaches where one group runs at a time.
+CHOICES = {
+    2: "for a result",
+    **({7: "in place"} if _compat.UPDATES_BEHIND_BARRIERS else {}),
+    15: "state",
+    26: "stacked: global values",
+    28: "stacked: slices",
+    11: "again: slices",
+    22: "again: global values",
+}
+
+
+@pytest.mark.parametrize("number", slowly(CHOICES, 7, 15, 28))
+def test_what_is_saved_and_what_is_done_again(number):
+    program = draw(7, number)
+    program = dataclasses.replace(program, runner="drjax", step=1, mesh=None)
+    with choices() as chosen:
+        check(program)
+    assert chosen[CHOICES[number]], chosen
 
 
 @pytest.mark.slow

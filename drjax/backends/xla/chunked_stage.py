@@ -12,7 +12,8 @@ Sharp edges: a stage from a plan file has its mask as an input and its own reduc
 one that was planned in this process is batched by `jax.vmap` here.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import jax
@@ -76,7 +77,8 @@ class ChunkedStage:
     `inner` runs that level's plan for one group; None: the jaxpr of the stage runs as
     it is. `merged` has the names of the outputs of the stage that are partial
     reductions over its inner level, `[m, *s]`, one for each of the m devices of that
-    level.
+    level. `replaced` has for outputs in `kept`, by name, the partitioned input whose
+    memory a loop over chunks gives to the output: nothing reads the input later.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class ChunkedStage:
         shared: list[GlobalArray],
         inner: OfOneGroup | None = None,
         merged: Collection[str] = (),
+        replaced: Mapping[str, str] = MappingProxyType({}),
     ):
         self.layout, self.stage, self.kept = layout, stage, kept
         self.reduces, self.folds, self.shared = reduces, folds, shared
@@ -106,6 +109,13 @@ class ChunkedStage:
         # The first argument is the group index.
         inputs = enumerate(stage.inputs, 1)
         self._lazy = [i in chunks for i, v in inputs if v.partitioned]
+        # From positions in `kept` to positions among the partitioned inputs.
+        order = [v.name for v in stage.inputs if v.partitioned]
+        self._replaced = {
+            j: order.index(replaced[v.name])
+            for j, v in enumerate(kept)
+            if v.name in replaced
+        }
         # For each input of one group's function whether it has a slice for each group.
         self._partitioned = [True, *(v.partitioned for v in stage.inputs)]
         self._axes = [0 if p else None for p in self._partitioned]
@@ -183,51 +193,106 @@ class ChunkedStage:
             count = len(self.reduces)
             return [*totals[:count], *(x.value for x in totals[count:])], kept
 
-        def chunk(start: Array, size: int) -> tuple[list[Any], list[Array]]:
-            # The slices are closed over and cut in the body: as `xs` of the scan
-            # some versions of the compiler copy them first. Indices are counted, as an
-            # array of all would be of size n.
-            indices = first + start + lax.iota(jnp.int32, size)
-            own = [
-                self._slots(x, start, indices, lazy)
-                for x, lazy in zip(slices, self._lazy, strict=True)
-            ]
+        # Before the loop: later it may be replaced.
+        padding = [None if isinstance(x, Stacked) else x[:1] for x in slices]
+
+        def slots_from(start: Array, size: int) -> Array:
+            # Indices are counted, as an array of all would be of size n.
+            return first + start + lax.iota(jnp.int32, size)
+
+        def cut(arrays: Sequence[Slices], start: Array, size: int) -> list[Slices]:
+            # The slices are closed over, or carried, and cut in the body: as `xs` of
+            # the scan some versions of the compiler copy them first.
+            slots = slots_from(start, size)
+            own = zip(arrays, self._lazy, padding, strict=True)
+            return [self._slots(x, start, slots, lazy, y) for x, lazy, y in own]
+
+        def chunk(
+            own: Sequence[Slices], start: Array, size: int
+        ) -> tuple[list[Any], list[Array]]:
             # Groups fill a device's slots from the first. On the partly filled device,
             # a full chunk has `step`, `real % step` or no groups, and the shorter one
             # `last` or none: the counts for which `for_real_groups` has branches.
             real = layout.partial_count
             real = real % step if size == step else max(0, real - steps * step)
-            return self._chunk(first, indices, own, real)
+            return self._chunk(first, slots_from(start, size), own, real)
+
+        start = jnp.int32(0)
+        one_chunk = lambda: chunk(cut(slices, start, step), start, step)
+        updated = self._updated(slices, lambda: one_chunk()[1])
 
         def advance(
-            totals: list[Accumulator], start: Array, size: int = step
-        ) -> tuple[list[Accumulator], list[Array]]:
-            new, kept = chunk(start, size)
+            totals: list[Accumulator],
+            old: Sequence[Array],
+            start: Array,
+            size: int = step,
+        ) -> tuple[list[Accumulator], list[Array], list[Array]]:
+            arrays = [*slices]
+            for i, x in zip(updated.values(), old, strict=True):
+                arrays[i] = x
+            own = cut(arrays, start, size)
+            if updated:
+                # All reads are before the first write. If an old slice were read after
+                # a new one is written, the compiler would copy the array in each step.
+                read = [own[i] for i in updated.values()]
+                read, old = lax.optimization_barrier((read, old))
+                for i, x in zip(updated.values(), read, strict=True):
+                    own[i] = x
+            new, kept = chunk(own, start, size)
             pairs = zip(totals, new, strict=True)
-            return [total.add(x) for total, x in pairs], kept
+            written = [
+                lax.dynamic_update_slice_in_dim(x, kept[j], start, 0)
+                for j, x in zip(updated, old, strict=True)
+            ]
+            others = [x for j, x in enumerate(kept) if j not in updated]
+            return [total.add(x) for total, x in pairs], written, others
 
-        def body(
-            carry: tuple[Array, list[Accumulator]], _: None
-        ) -> tuple[tuple[Array, list[Accumulator]], list[Array]]:
-            i, totals = carry
-            totals, kept = advance(totals, i * step)
-            return (i + 1, totals), kept
+        def body(carry: Any, _: None) -> tuple[Any, list[Array]]:
+            i, totals, written = carry
+            totals, written, others = advance(totals, written, i * step)
+            return (i + 1, totals, written), others
 
         empty = _empty_accumulators(
-            self.reduces,
-            self.folds,
-            steps,
-            lambda: chunk(jnp.int32(0), step),
-            bool(self._merged),
+            self.reduces, self.folds, steps, one_chunk, bool(self._merged)
         )
-        # The counter is a carry and not an input: see `chunk` above.
-        (_, totals), kept = lax.scan(body, (jnp.int32(0), empty), length=steps)
-        kept = [y.reshape(steps * step, *y.shape[2:]) for y in kept]
+        old: list[Any] = [slices[i] for i in updated.values()]
+        # The counter is a carry and not an input: see `slots_from` above.
+        (_, totals, written), others = lax.scan(
+            body, (jnp.int32(0), empty, old), length=steps
+        )
+        others = [y.reshape(steps * step, *y.shape[2:]) for y in others]
         # The last, shorter chunk is compiled on its own, so that no slot is wasted.
         if rest:
-            totals, last = advance(totals, jnp.int32(steps * step), rest)
-            kept = [jnp.concatenate(pair) for pair in zip(kept, last, strict=True)]
+            start = jnp.int32(steps * step)
+            totals, written, last = advance(totals, written, start, rest)
+            others = [jnp.concatenate(pair) for pair in zip(others, last, strict=True)]
+        from_loop = {True: iter(written), False: iter(others)}
+        kept = [next(from_loop[j in updated]) for j in range(len(self.kept))]
         return [total.value for total in totals], kept
+
+    def _updated(
+        self, slices: Sequence[Slices], kept_of_chunk: Callable[[], list[Array]]
+    ) -> dict[int, int]:
+        """Choose the outputs in `kept` that a loop writes into the arrays of inputs.
+
+        By position in `kept`, the result has that in `slices`. `kept_of_chunk` is only
+        traced, for the types of slices, which may say where they are on the mesh.
+        """
+        if not _compat.UPDATES_BEHIND_BARRIERS:
+            return {}
+        chosen = {
+            j: i
+            for j, i in self._replaced.items()
+            if not self._lazy[i] and not isinstance(slices[i], Stacked)
+        }
+        # An array from outside of a `shard_map(check_vma=False)` still has them.
+        varies = any(
+            _compat.varying(_compat.typeof(slices[i])) for i in chosen.values()
+        )
+        if not chosen or not (varies or _has_types_on_mesh()):
+            return chosen
+        kept = jax.eval_shape(kept_of_chunk)
+        return {j: i for j, i in chosen.items() if _are_alike(kept[j], slices[i])}
 
     def _chunk(
         self,
@@ -311,14 +376,16 @@ class ChunkedStage:
             totals.append(work.of_chunk(states, self.layout, indices))
         return totals, [outs[i] for i in self._kept]
 
-    def _slots(self, x: Slices, start: Array, indices: Array, lazy: bool) -> Slices:
+    def _slots(
+        self, x: Slices, start: Array, indices: Array, lazy: bool, first: Array | None
+    ) -> Slices:
         """Return the slices of a chunk's slots, out of those of the device, `x`.
 
         `start` is the position of the chunk's first slot on the device, int32 `[]`.
-        Padding gets the slice of the device's first slot; where there is some, `x` is
-        no `Stacked`. An array `x` is not cut if `lazy`, as the inner level reads it in
-        chunks: the result is a `Stacked` with the slots' positions in it, int32 `[c]`.
-        Otherwise it is `[c, *s]`.
+        Padding gets `first`, `[1, *s]`, that of the first slot; where there is some,
+        `x` is no `Stacked`. An array `x` is not cut if `lazy`, as the inner level reads
+        it in chunks: the result is a `Stacked` with the slots' positions in it, int32
+        `[c]`. Otherwise it is `[c, *s]`.
         """
         size = indices.shape[0]
         if lazy and not isinstance(x, Stacked):
@@ -330,7 +397,8 @@ class ChunkedStage:
         if isinstance(x, Stacked):
             return x.take(start, size)
         own = lax.dynamic_slice_in_dim(x, start, size)
-        return copy_slice_to_padding(self.layout, indices, own, x[:1])
+        assert first is not None
+        return copy_slice_to_padding(self.layout, indices, own, first)
 
     def _batched_states(self, outs: list[Array], mask: Array) -> list[ChunkState]:
         """Return the states of a chunk's folds, from the results of a loaded stage.
@@ -420,11 +488,8 @@ def _empty_accumulators(
     """
     shapes = [(reduce.source.shape, sum_dtype(reduce)) for reduce in reduces]
     types = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-    # The carry of a scan needs the sharding of its results on Explicit axes, and their
-    # varying axes inside a user's shard_map(check_vma=True).
-    kinds = jax.sharding.get_abstract_mesh().axis_types
     states: list = []
-    if AxisType.Explicit in kinds or _compat.check_vma() or folds or other_shapes:
+    if _has_types_on_mesh() or folds or other_shapes:
 
         def partials() -> list[Any]:
             totals, _ = chunk()
@@ -446,6 +511,23 @@ def _empty_accumulators(
         zeros = tree_zeros_like(state.leaves)
         accumulators.append(RunningFold(fold, zeros, jnp.bool_(True)))
     return accumulators
+
+
+def _has_types_on_mesh() -> bool:
+    """Whether types say where arrays are, which the carry of a scan must not change.
+
+    These are shardings on Explicit axes, and the varying axes inside a user's
+    `shard_map(check_vma=True)`.
+    """
+    kinds = jax.sharding.get_abstract_mesh().axis_types
+    return AxisType.Explicit in kinds or _compat.check_vma()
+
+
+def _are_alike(x: Any, y: Any) -> bool:
+    """Whether slices of one array are where those of another are on the mesh."""
+    x, y = _compat.typeof(x), _compat.typeof(y)
+    specs = [a.sharding.spec[1:] for a in (x, y)]
+    return specs[0] == specs[1] and _compat.varying(x) == _compat.varying(y)
 
 
 def sum_dtype(reduce: Reduce) -> DTypeLike:

@@ -28,6 +28,7 @@ from drjax._compat.types import (
     PartitionedArray,
 )
 from drjax._errors import MeshError, PlanError
+from drjax._plan import uses
 from drjax._plan.schedule_moves import Sources
 from drjax._plan_file.batches import combines_itself
 from drjax._primitives.map_fn import (
@@ -127,7 +128,8 @@ class MeshInterpreter(PlanInterpreter):
     once; None: all. `mesh` is the one that the user passed, for inner levels; None: the
     one in context. `partial` has the names of those results of reductions that are not
     combined over the m devices: the interpreter gives their partial reductions,
-    `[m, *s]`.
+    `[m, *s]`. `lasting` has the names of inputs that are read after the plan, or again
+    when it runs again: no result takes their memory.
     """
 
     rules = Rules("The XLA backend", RULES)
@@ -139,10 +141,12 @@ class MeshInterpreter(PlanInterpreter):
         step: int | None,
         mesh: Mesh | None = None,
         partial: frozenset[str] = frozenset(),
+        lasting: frozenset[str] = frozenset(),
     ):
         self.plan, self.layout, self.step, self.mesh = plan, layout, step, mesh
         self._partial = partial
         self._kept, self._folded = plan.kept(), folded_slices(plan)
+        self._replaced = uses.replaced(plan, lasting)
 
     def __call__(self, inputs: Iterable[Slices]) -> list[Array]:
         return super().__call__(
@@ -191,7 +195,14 @@ class MeshInterpreter(PlanInterpreter):
         reuse = find_reuse(self.plan, index) if aliases else None
         combine = reuse is None  # else the reuse of accumulators combines the devices
         totals, stacks = _run_groups(
-            layout, a_round, kept, env, self.step, combine, levels
+            layout,
+            a_round,
+            kept,
+            env,
+            self.step,
+            combine,
+            levels,
+            self._replaced[index],
         )
         if reuse is None:
             env.write(a_round.combined, totals)
@@ -250,9 +261,21 @@ class MeshInterpreter(PlanInterpreter):
 
     def bodies(self, loop: Loop) -> list["MeshInterpreter"]:
         """Make the interpreters of a loop's bodies, over the plan's own partition."""
+
+        def lasting(i: int, body: Plan) -> frozenset[str]:
+            # A condition leaves its inputs to the body of its loop, a branch to what
+            # follows. The compiler unrolls a loop of one step, and then drops a state
+            # that nothing reads, but not what a loop over chunks carries.
+            carries = i == len(loop.bodies) - 1 and bool(loop.carry)
+            once = not carries or loop.length == 1
+            values = body.inputs if once else body.inputs[: loop.consts[-1]]
+            return frozenset(v.name for v in values)
+
         return [
-            MeshInterpreter(body, self.layout, self.step, self.mesh)
-            for body in loop.bodies
+            MeshInterpreter(
+                body, self.layout, self.step, self.mesh, lasting=lasting(i, body)
+            )
+            for i, body in enumerate(loop.bodies)
         ]
 
     def typed(self, loop: Loop, inputs: list[Any]) -> list[Any]:
@@ -367,6 +390,7 @@ def _run_groups(
     step: int | None,
     combine: bool,
     levels: InnerLevels,
+    replaced: dict[str, str],
 ) -> tuple[list[Array], list[PartitionedArray]]:
     """Run the local stage of a round for all groups, on all devices, and reduce.
 
@@ -394,7 +418,15 @@ def _run_groups(
         args, indices = args[len(positions) :], iter(args[: len(positions)])
         works = with_arrays(prepared, args[count : len(shared)])
         chunked = ChunkedStage(
-            layout, stage, reduces, works, kept, args[:count], inner, levels.merged
+            layout,
+            stage,
+            reduces,
+            works,
+            kept,
+            args[:count],
+            inner,
+            levels.merged,
+            replaced,
         )
         pairs = zip(args[len(shared) :], stacked, strict=True)
         own = [

@@ -1,0 +1,293 @@
+"""Count what gradients through rounds compute and keep, against hand-written loops.
+
+    python -m benchmarks.residuals             # gradients through 1 to 8 rounds
+    python -m benchmarks.residuals --quick     # 1 and 2 rounds
+
+Each task is compiled, and nothing runs: the floating-point operations of matrix
+products, times how often their loops run, in units of one forward pass of all groups
+through one round; the temporary memory of a device; and the collectives that it runs.
+Hand-written are the two programs that an engineer would write: all groups of a device
+at once by `jax.vmap`, without checkpoints; and one group at a time by `lax.scan`, with
+a `jax.checkpoint` around each group and around each round. With `--out` the table goes
+to `residuals-jax-VERSION.md`.
+"""
+
+import argparse
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from tqdm import tqdm
+
+import drjax
+from drjax.compiled import Report
+from drjax.compiled.hlo import Module
+
+DEVICES, WIDTH, STEPS, BATCH = 8, 64, 4, 16
+ALL, CHECKPOINTED = "shard_map, all", "shard_map, 1"
+OURS_ALL, OURS = "drjax.jit, all", "drjax.jit, 1"
+_AXIS = "clients"
+_WHOLE = P()
+Params = dict[str, jax.Array]
+
+
+def matrix_operations(compiled: Any) -> int:
+    """Count the floating-point operations of the matrix products of a program."""
+    module, total = Module(compiled.as_text()), 0
+    for each in module.running():
+        x = each.instruction
+        if x.opcode != "dot" or not each.times:
+            continue
+        contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", x.attributes)
+        assert contracted is not None
+        left = _dims(module.instructions[x.operands[0]].shape)
+        axes = filter(None, contracted[1].split(","))
+        inner = math.prod(left[int(i)] for i in axes)
+        total += each.times * 2 * inner * math.prod(_dims(x.shape))
+    return total
+
+
+def _dims(shape: str) -> list[int]:
+    """The dimensions of an HLO array, such as 3 and 8 of `f32[3,8]{1,0}`."""
+    dims = re.search(r"\[([\d,]*)\]", shape)
+    assert dims is not None
+    return [int(d) for d in dims[1].split(",") if d]
+
+
+# -------------------------------------------------------------------------------------
+# The work of one group in one round
+
+
+def _loss(params: Params, x: jax.Array) -> jax.Array:
+    return jnp.mean((jnp.tanh(x @ params["in"]) @ params["out"] - x) ** 2)
+
+
+def _descend(params: Params, x: jax.Array) -> Params:
+    """Local steps of gradient descent."""
+
+    def step(params: Params, x: jax.Array) -> tuple[Params, None]:
+        grads = jax.grad(_loss)(params, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), None
+
+    return lax.scan(step, params, x)[0]
+
+
+def _descend_with_momentum(
+    params: Params, state: Params, x: jax.Array
+) -> tuple[Params, Params]:
+    """The same, with a momentum that the group keeps for its next round."""
+
+    def step(carry: Any, x: jax.Array) -> tuple[Any, None]:
+        params, state = carry
+        grads = jax.grad(_loss)(params, x)
+        state = jax.tree.map(lambda m, g: 0.9 * m + g, state, grads)
+        params = jax.tree.map(lambda w, m: w - 0.1 * m, params, state)
+        return (params, state), None
+
+    return lax.scan(step, (params, state), x)[0]
+
+
+# -------------------------------------------------------------------------------------
+# One round, from `(params, state, data)` to `(params, state)`: ours and hand-written
+
+
+def _ours(n: int, with_state: bool) -> Callable:
+    @drjax.program(clients=n)
+    def one_round(params, state, x):
+        params = drjax.broadcast(params)
+        if with_state:
+            work = _descend_with_momentum
+            new, state = drjax.map_fn(work, (params, state, x))
+        else:
+            new = drjax.map_fn(_descend, (params, x))
+        return drjax.reduce_mean(new), state
+
+    return one_round
+
+
+def _varying(tree: Any) -> Any:
+    return jax.tree.map(lambda a: lax.pcast(a, _AXIS, to="varying"), tree)
+
+
+def _written(local: Callable, n: int) -> Callable:
+    """A round from the sums and states of the groups of one device."""
+
+    def on_a_device(params, state, x):
+        sums, state = local(_varying(params), state, x)
+        return jax.tree.map(lambda y: lax.psum(y, _AXIS) / n, sums), state
+
+    groups = P(_AXIS)
+    return jax.shard_map(
+        on_a_device, in_specs=(P(), groups, groups), out_specs=(P(), groups)
+    )
+
+
+def _of_one(with_state: bool) -> Callable:
+    if with_state:
+        return _descend_with_momentum
+    return lambda params, state, x: (_descend(params, x), state)
+
+
+def _all_at_once(n: int, with_state: bool) -> Callable:
+    def local(params, state, x):
+        work = jax.vmap(_of_one(with_state), (None, 0, 0))
+        new, state = work(params, state, x)
+        return jax.tree.map(lambda y: y.sum(0), new), state
+
+    return _written(local, n)
+
+
+def _one_at_a_time(n: int, with_state: bool) -> Callable:
+    work = jax.checkpoint(_of_one(with_state), prevent_cse=False)
+
+    def local(params, state, x):
+        def step(sums, group):
+            new, state = work(params, *group)
+            return jax.tree.map(jnp.add, sums, new), state
+
+        return lax.scan(step, jax.tree.map(jnp.zeros_like, params), (state, x))
+
+    return jax.checkpoint(_written(local, n))
+
+
+# -------------------------------------------------------------------------------------
+# What is done with rounds
+
+
+def _straight(one_round: Callable, rounds: int) -> Callable:
+    def last_loss(params, state, x, validation):
+        for _ in range(rounds):
+            params, state = one_round(params, state, x)
+        return _loss(params, validation)
+
+    return jax.grad(last_loss)
+
+
+def _scanned(one_round: Callable, rounds: int) -> Callable:
+    def last_loss(params, state, x, validation):
+        step = lambda carry, _: (one_round(*carry, x), None)
+        (params, state), _ = lax.scan(step, (params, state), length=rounds)
+        return _loss(params, validation)
+
+    return jax.grad(last_loss)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is measured.
+
+    Attributes:
+      derived: From a round and how many there are to the function that is compiled.
+      with_state: Whether each group keeps a state from round to round.
+    """
+
+    derived: Callable[[Callable, int], Callable]
+    with_state: bool
+
+
+TASKS = {
+    "straight-line rounds": Task(_straight, False),
+    "a scan over rounds": Task(_scanned, False),
+    "straight-line rounds, states in the groups": Task(_straight, True),
+    "a scan over rounds, states in the groups": Task(_scanned, True),
+}
+
+
+def _implementations(task: Task, n: int, rounds: int) -> dict[str, Callable]:
+    derived = lambda one_round: task.derived(one_round, rounds)
+    ours = derived(_ours(n, task.with_state))
+    return {
+        ALL: jax.jit(derived(_all_at_once(n, task.with_state))),
+        OURS_ALL: drjax.jit(ours),
+        CHECKPOINTED: jax.jit(derived(_one_at_a_time(n, task.with_state))),
+        OURS: drjax.jit(ours, groups_per_step=1),
+    }
+
+
+def _types(mesh: jax.sharding.Mesh, n: int, with_state: bool) -> tuple:
+    def array(*shape: int, spec: P = _WHOLE) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+    names, groups = ("in", "out"), P(_AXIS)
+    params = {name: array(WIDTH, WIDTH) for name in names}
+    kept = names if with_state else ()
+    state = {name: array(n, WIDTH, WIDTH, spec=groups) for name in kept}
+    data = array(n, STEPS, BATCH, WIDTH, spec=groups)
+    return params, state, data, array(BATCH, WIDTH)
+
+
+def measure(n: int, rounds: tuple[int, ...], show_progress: bool = True) -> list[dict]:
+    """Compile all tasks, each for n groups and for each number of rounds.
+
+    Returns:
+      A dict for each task, number of rounds and implementation: `task`, `rounds`,
+      `implementation`, `passes`, the operations in units of one forward pass, `temp` in
+      bytes, and `collectives`, how many run.
+    """
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((DEVICES,), (_AXIS,), axis_types=auto)
+    rows = []
+    with jax.set_mesh(mesh):
+        for name, task in tqdm(TASKS.items(), disable=not show_progress):
+            args = _types(mesh, n, task.with_state)
+            forward = jax.jit(_all_at_once(n, task.with_state))
+            one = matrix_operations(forward.lower(*args[:3]).compile())
+            for count in rounds:
+                for how, run in _implementations(task, n, count).items():
+                    compiled: Any = run.lower(*args).compile()
+                    report = Report.of(compiled)
+                    row = {"task": name, "rounds": count, "implementation": how}
+                    row["passes"] = matrix_operations(compiled) / one
+                    row["temp"] = report.temp_bytes
+                    row["collectives"] = report.total.times
+                    rows.append(row)
+    return rows
+
+
+def markdown(rows: list[dict], n: int) -> str:
+    """The table of `measure`, with what it was measured on."""
+    lines = [
+        f"JAX {jax.__version__}, {DEVICES} devices of the CPU, n = {n} groups, each "
+        f"with {STEPS} local steps on a model of {8 * WIDTH**2:,} bytes.",
+        "",
+        "| task | rounds | written with | forward passes | temporary bytes | "
+        "collectives |",
+        "|---|---:|---|---:|---:|---:|",
+    ]
+    for row in rows:
+        first = row["implementation"] == ALL
+        lines.append(
+            f"| {row['task'] if first else ''} | {row['rounds'] if first else ''} | "
+            f"{row['implementation']} | {row['passes']:.2f} | {row['temp']:,} | "
+            f"{row['collectives']} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="1 and 2 rounds")
+    parser.add_argument("--out", type=Path, help="the folder for the table")
+    options: Any = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    n, rounds = 64, (1, 2) if options.quick else (1, 2, 4, 8)
+    table = markdown(measure(n, rounds), n)
+    print(table)
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / f"residuals-jax-{jax.__version__}.md").write_text(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""What gradients through rounds compute and keep: no more than hand-written loops.
+
+Covers: benchmarks, drjax._planner.rematerialize_rounds,
+drjax._planner.rematerialize_loops.
+"""
+
+import jax
+import pytest
+
+from benchmarks import residuals
+from benchmarks.residuals import ALL, CHECKPOINTED, OURS, OURS_ALL
+
+N = 16  # two groups of a device
+
+
+@pytest.fixture(scope="module")
+def rows():
+    rows = {}
+
+    def measured(rounds):
+        if rounds not in rows:
+            # The derivative of a hand-written loop leaves tracers in a cycle.
+            with jax.check_tracer_leaks(False):
+                each = residuals.measure(N, (rounds,), show_progress=False)
+            rows[rounds] = {(row["task"], row["implementation"]): row for row in each}
+        return rows[rounds]
+
+    return measured
+
+
+ROUNDS = [2, *(pytest.param(r, marks=pytest.mark.slow) for r in (1, 4, 8))]
+
+
+@pytest.mark.parametrize("ours, reference", [(OURS_ALL, ALL), (OURS, CHECKPOINTED)])
+@pytest.mark.parametrize("task", residuals.TASKS)
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_no_more_work_memory_or_collectives(rows, rounds, task, ours, reference):
+    row, baseline = rows(rounds)[task, ours], rows(rounds)[task, reference]
+    assert row["passes"] <= 1.01 * baseline["passes"]
+    assert row["temp"] <= 1.05 * baseline["temp"]
+    assert row["collectives"] <= baseline["collectives"]
+
+
+def test_the_table(rows):
+    table = residuals.markdown([*rows(2).values()], N)
+    assert table.count("\n") == 4 + 4 * len(residuals.TASKS)
