@@ -10,6 +10,7 @@ them alive.
 import difflib
 import functools
 import inspect
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, overload
@@ -22,7 +23,9 @@ from drjax._api.program import Decorated
 from drjax._compat.types import Array, PyTree
 from drjax._context import resized
 from drjax._errors import DrjaxTypeError, DrjaxValueError
+from drjax._jit import lazy_arguments
 from drjax._jit.jit_primitive import Options, plan_of, planned_p, trace, varying_axes
+from drjax._jit.lazy_arguments import Leaf
 from drjax._jit.tune import Tuned
 from drjax._planner.naming import argument_names, function_name
 from drjax._sharding.execute import vary
@@ -150,8 +153,47 @@ def jit(
         return Tuned(fn, compiled, groups.budget)
     rematerialize = None if residuals is None else residuals == "recompute"
     planned = _planned(fn, groups, rematerialize)
-    # Without its attributes: those of a `jax.jit` say what is traced and lowered.
-    return functools.update_wrapper(jax.jit(planned, **jit_kwargs), fn, updated=())
+    return _Jit(fn, jax.jit(planned, **jit_kwargs))
+
+
+class _Jit:
+    """A `jax.jit` that also takes `Groups` as arguments."""
+
+    __wrapped__: Callable
+
+    def __init__(self, fn: Callable, jitted: Any) -> None:
+        self._jitted = jitted
+        # Without its attributes: those of a `jax.jit` say what is traced and lowered.
+        functools.update_wrapper(self, fn, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._jitted(*args, **kwargs)
+        except DrjaxValueError:
+            # Raised by `Groups` where they are in the place of an array.
+            if not lazy_arguments.has_groups(args, kwargs):
+                raise
+        return lazy_arguments.run(self.__wrapped__, self._jitted, args, kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        return self._on_types(self._jitted.lower, args, kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        return self._on_types(self._jitted.trace, args, kwargs)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        return self._on_types(self._jitted.eval_shape, args, kwargs)
+
+    def _on_types(self, method: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if lazy_arguments.has_groups(args, kwargs):
+            args, kwargs = lazy_arguments.closed(self.__wrapped__, args, kwargs)
+        return method(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._jitted, name)
 
 
 def _compiled(
@@ -204,9 +246,12 @@ class _Planned:
         """
         if resized.value is not None:  # traced for a plan: only its equations matter
             return self._fn()(*args, **kwargs)
+        args, kwargs = lazy_arguments.leaves_of((args, kwargs))
         flat_args, tree = jax.tree_util.tree_flatten((args, kwargs))
         # Other leaves are static: jax.jit has them in its key.
-        dynamic = [i for i, x in enumerate(flat_args) if _is_array(x)]
+        dynamic = [
+            i for i, x in enumerate(flat_args) if isinstance(x, jax.Array | Leaf)
+        ]
         fn, name = self._fn(), self.__name__
         out_tree: Any = None
 
@@ -221,16 +266,24 @@ class _Planned:
             return list(map(jnp.asarray, leaves))
 
         arrays = [flat_args[i] for i in dynamic]
-        avals = list(map(_compat.typeof, arrays))
+        avals = [x.aval if isinstance(x, Leaf) else _compat.typeof(x) for x in arrays]
         bound = is_bound()
         jaxpr, consts = trace(flat, avals, name, bound)
         names = argument_names(fn, args, kwargs)
-        operand_names = tuple(
-            [f"closure.{i}" for i in range(len(consts))] + [names[i] for i in dynamic]
+        operands: list[Any] = [*consts, *arrays]
+        operand_names = [f"closure.{i}" for i in range(len(consts))]
+        operand_names += [names[i] for i in dynamic]
+        groups = self._groups
+        if any(isinstance(x, Leaf) for x in arrays):
+            read = lazy_arguments.read_in(jaxpr, operands, operand_names)
+            operands, operand_names = read.operands, read.names
+            jaxpr, _ = trace(read.fn, list(map(_compat.typeof, operands)), name, bound)
+            groups = read.groups_per_step() if groups is None else groups
+        options = Options(
+            name, tuple(operand_names), groups, self._rematerialize, bound
         )
-        options = Options(name, operand_names, self._groups, self._rematerialize, bound)
         plan = plan_of(jaxpr, options)  # raises PlanError here, not when it is lowered
-        operands = xla.on_mesh(plan, [*consts, *arrays])
+        operands = xla.on_mesh(plan, operands)
         # Outside the primitive, so that JAX sums the cotangents of what did not vary.
         axes = varying_axes([_compat.typeof(x) for x in operands])
         operands = [vary(x, axes) for x in operands]
@@ -268,7 +321,3 @@ def _unpickled(
 ) -> _Planned:
     """Make a `_Planned` that keeps its function alive, as nothing else does."""
     return _Planned(lambda: fn, groups, rematerialize)
-
-
-def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from drjax._compat.types import Array, PyTree
+from drjax._compat.types import Array, PyTree, PyTreeDef
 from drjax._error_texts import no_groups, where_it_goes
 from drjax._errors import DrjaxError, DrjaxTypeError, DrjaxValueError, EngineError
 from drjax._jaxprs.prng_keys import is_key, to_raw
@@ -451,3 +451,21 @@ def _lazy(plan: Plan, x: PyTree, positions: PyTree) -> PyTree:
     # One `Lazy` for each leaf, all of one source, so that items are read once.
     leaves = [Lazy(source, i, v, plan.size) for i, v in enumerate(values)]
     return tree.unflatten(leaves)
+
+
+def like_the_first(groups: Groups, name: str, n: int) -> tuple[Source, PyTreeDef]:
+    """Make the source of a `Groups` whose types no plan gives: those of group 0.
+
+    `name` is that of the argument. The other result is the structure of the data of a
+    group. A `DrjaxError` if group 0 has no types of JAX.
+    """
+    item = next(groups.starting(0), None)
+    paths, tree = jax.tree_util.tree_flatten_with_path(item)
+    values = []
+    for path, leaf in paths:
+        value = Value(name + jax.tree_util.keystr(path), (), None, (), 0)
+        x: Any = as_array(_uncast(value, leaf))
+        values.append(replace(value, shape=x.shape, dtype=x.dtype, nbytes=x.nbytes))
+    source = Source(groups, tree, values, n)
+    source.leaves(item)  # it raises if the dtypes are not those of JAX
+    return source, tree

@@ -1,0 +1,122 @@
+"""The primitive `read_groups`: a group's data, which the host reads when it runs.
+
+Input: the number of a reader, int32 `[]`, and the index of a group, int32 `[]`; under a
+vmap, those of k groups, `[k]`. Output: the leaves of the group's data, `[*s]` or
+`[k, *s]`. `slots` is how many groups each device has, so that readers know where the
+groups of another device begin.
+
+A program that reads the data of its groups has them in no operand: they are work of
+each group. So a loop over chunks of groups holds those of a chunk, and a backward pass
+that rematerializes reads them again.
+
+Invariants: pure, as a reader gives the same data each time. No derivative rule, as its
+operands are integers. Sharp edges: on the host, readers are found by their number in
+`READERS`, while the compiled program has the number only: it is the same program for
+other data of these types.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.interpreters import batching
+from jax.sharding import PartitionSpec
+
+from drjax import _compat
+from drjax._compat.types import Array, Aval
+from drjax._errors import EngineError
+from drjax._primitives import registration
+
+read_groups_p = registration.new_primitive("read_groups", multiple_results=True)
+
+# `reader(low, high, slots, copies)` reads the groups from `low` to before `high`, the
+# leaves `[high - low, *s]`, for a device that has `slots` groups, and for others that
+# have the same: `copies` of them.
+Reader = Callable[[int, int, int, int], Sequence[np.ndarray]]
+READERS: dict[int, Reader] = {}
+
+
+def _types_of(
+    index: Any, types: tuple[jax.ShapeDtypeStruct, ...]
+) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct((*index.shape, *t.shape), t.dtype) for t in types]
+
+
+def _on_host(
+    types: tuple[jax.ShapeDtypeStruct, ...],
+    slots: int,
+    copies: int,
+    number: Any,
+    index: Any,
+) -> list[np.ndarray]:
+    """Read the groups of a chunk, which are consecutive but for slots of padding."""
+    index = np.asarray(index)
+    if not index.size:
+        return [np.zeros(t.shape, t.dtype) for t in _types_of(index, types)]
+    reader = READERS.get(int(np.ravel(number)[0]))
+    if reader is None:
+        raise EngineError(
+            "The Groups whose data a program reads were deleted before it ran. Keep a "
+            "reference to them until you have its results."
+        )
+    flat, first = index.ravel(), int(index.flat[0])
+    slot = np.arange(len(flat))
+    # Padding, which is last, has another group's data: here that of the first.
+    own = flat - first == slot
+    count = len(flat) if own.all() else int(np.argmin(own))
+    leaves = reader(first, first + count, slots, copies)
+    if count < len(flat):
+        leaves = [x[np.where(slot < count, slot, 0)] for x in leaves]
+    return [x.reshape((*index.shape, *x.shape[1:])) for x in leaves]
+
+
+def _read(
+    number: Array,
+    index: Array,
+    *,
+    types: tuple[jax.ShapeDtypeStruct, ...],
+    slots: int,
+) -> list[Array]:
+    # JAX calls the host where all axes of the mesh are Manual, or none is.
+    mesh = jax.sharding.get_abstract_mesh()
+    others = {a for a in mesh.axis_names if a not in mesh.manual_axes}
+    copies = math.prod(mesh.shape[a] for a in others) if mesh.manual_axes else 1
+    callback = functools.partial(_on_host, types, slots, copies)
+
+    def read(number: Array, index: Array) -> list[Array]:
+        return jax.pure_callback(callback, _types_of(index, types), number, index)
+
+    if mesh.manual_axes and others:
+        spec = PartitionSpec()
+        read = jax.shard_map(
+            read, in_specs=spec, out_specs=spec, axis_names=others, check_vma=False
+        )
+    return read(number, index)
+
+
+def _abstract_eval(
+    number: Aval, index: Aval, *, types: Sequence[jax.ShapeDtypeStruct], slots: int
+) -> list[Aval]:
+    return [_compat.ShapedArray((*index.shape, *t.shape), t.dtype) for t in types]
+
+
+def _batch(
+    args: Sequence[Array], dims: Sequence[int | None], **params: Any
+) -> tuple[list[Array], Sequence[int | None]]:
+    """Read the data of a batch of groups at once; their reader is the same."""
+    (number, index), (of_number, of_index) = args, dims
+    if of_number is not None:
+        number = jax.lax.index_in_dim(number, 0, of_number, keepdims=False)
+    if of_index is None:
+        outs = read_groups_p.bind(number, index, **params)
+        return outs, [None] * len(outs)
+    outs = read_groups_p.bind(number, _compat.moveaxis(index, of_index, 0), **params)
+    return outs, [0] * len(outs)
+
+
+registration.register_execution(read_groups_p, _read)
+read_groups_p.def_abstract_eval(_abstract_eval)
+batching.primitive_batchers[read_groups_p] = _batch

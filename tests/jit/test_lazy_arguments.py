@@ -1,0 +1,215 @@
+"""`drjax.jit` of data that are read chunk by chunk: `Groups` in place of arrays.
+
+Covers: drjax._jit.lazy_arguments, drjax._primitives.read_groups,
+drjax.engines.slices.read_ahead.
+"""
+
+import gc
+import threading
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import drjax
+from drjax._jit import lazy_arguments
+from drjax._primitives.read_groups import READERS
+from drjax.backends import Groups
+from drjax.engines.slices.groups import like_the_first
+from drjax.engines.slices.read_ahead import ReadAhead
+from tests.helpers.compiled import compilations
+from tests.helpers.raising import raises
+
+N = 10
+
+
+class Counted:
+    """A sequence of the groups' data that counts what is read, and by which thread."""
+
+    def __init__(self, n=N, size=3, fail=None):
+        self.n, self.size, self.fail, self.reads, self.threads = (
+            n,
+            size,
+            fail,
+            [],
+            set(),
+        )
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        if i == self.fail:
+            raise OSError("disk")
+        self.reads.append(i)
+        self.threads.add(threading.current_thread().name)
+        x = np.random.default_rng(i).normal(size=self.size)
+        return {"x": x.astype(np.float32), "y": np.int32(i % 3)}
+
+    def stacked(self):
+        """What the program takes instead; not counted."""
+        rows = [type(self)(self.n, self.size)[i] for i in range(self.n)]
+        return jax.tree.map(lambda *xs: jnp.stack(xs), *rows)
+
+
+def make_loss(n=N):
+    @drjax.program(clients=n)
+    def loss(w, data):
+        def one(w, data):
+            return jnp.mean(jnp.tanh(w * data["x"])) * data["y"]
+
+        mean = drjax.reduce_mean(drjax.map_fn(one, (drjax.broadcast(w), data)))
+        return jnp.log(mean**2 + 1)  # its derivative reads the data in a second round
+
+    return loss
+
+
+W = jnp.arange(1.0, 4.0)
+INSIDE = lambda loss, k=4: drjax.jit(jax.value_and_grad(loss), groups_per_step=k)
+OUTSIDE = lambda loss, k=4: jax.value_and_grad(drjax.jit(loss, groups_per_step=k))
+
+
+def assert_close(x, y):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), x, y)
+
+
+@pytest.mark.parametrize("derivative", [INSIDE, OUTSIDE])
+@pytest.mark.parametrize("kind", ["a sequence", "an iterable", "an iterator's maker"])
+def test_value_and_gradient_are_those_of_arrays(derivative, kind):
+    items = Counted()
+    rows = [items[i] for i in range(N)]
+    kinds = {
+        "a sequence": items,
+        "an iterable": dict(enumerate(rows)).values(),
+        "an iterator's maker": lambda: iter(rows),
+    }
+    step = derivative(make_loss())
+    # Without n of the data, it is that of the program.
+    assert_close(step(W, Groups(kinds[kind])), step(W, items.stacked()))
+
+
+def test_each_round_reads_each_group_once_in_one_thread():
+    for derivative, rounds in ((INSIDE, 2), (OUTSIDE, 3)):
+        items = Counted(n=12)
+        step, groups = derivative(make_loss(12)), Groups(items)
+        step(W, groups)
+        assert sorted(items.reads) == sorted([0, *[*range(12)] * rounds])
+        items.reads.clear()
+        step(W, groups)  # the types are known
+        assert len(items.reads) == 12 * rounds
+        assert len(items.threads - {threading.main_thread().name}) <= 2
+
+
+def test_memory_and_arguments_do_not_grow_with_the_number_of_groups():
+    sizes = []
+    for n in (16, 256):
+        step = INSIDE(make_loss(n))
+        compiled = step.lower(W, Groups(Counted(n))).compile().memory_analysis()
+        sizes.append((compiled.argument_size_in_bytes, compiled.temp_size_in_bytes))
+    assert sizes[0] == sizes[1]
+
+
+def test_one_chunk_is_read_ahead():
+    items = Counted()
+    source, _ = like_the_first(Groups(items), "data", N)
+    items.reads.clear()
+    read = ReadAhead(source, raises=True)
+    (x, y) = read(0, 3, 9, 1)
+    assert x.shape == (3, 3) and y.tolist() == [0, 1, 2]
+    read._thread.submit(int).result()  # what was ahead is read
+    assert items.reads == [*range(6)]
+    read(3, 6, 9, 1), read(6, 9, 9, 1)
+    read._thread.submit(int).result()
+    assert items.reads == [*range(9)]  # the tenth is another device's
+    read.close()
+
+
+def test_new_data_of_the_same_types_compile_nothing():
+    step = INSIDE(make_loss())
+    step(W, Groups(Counted()))
+    with compilations() as compiled:
+        for _ in range(2):
+            step(W, Groups(Counted()))
+    assert compiled == []
+
+
+def test_readers_are_closed():
+    step, outer = INSIDE(make_loss()), OUTSIDE(make_loss())
+    before = set(READERS)
+    step(W, Groups(Counted()))
+    assert set(READERS) == before
+    groups = Groups(Counted())
+    outer(W, groups), outer(W, groups)
+    assert len(set(READERS) - before) == 1
+    alive = weakref.ref(groups.items)
+    del groups
+    gc.collect()
+    last = Groups(Counted())
+    outer(W, last)
+    assert len(set(READERS) - before) == 1
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("types", ["Auto", "Explicit"])
+@pytest.mark.parametrize("axes", [{"clients": 4}, {"clients": 2, "model": 2}], ids=str)
+def test_each_device_reads_its_own_groups(types, axes):
+    n = 12 if types == "Explicit" else 10
+    items = Counted(n)
+    kind = getattr(jax.sharding.AxisType, types)
+    mesh = jax.make_mesh((*axes.values(),), (*axes,), axis_types=(kind,) * len(axes))
+    want = INSIDE(make_loss(n), None)(W, items.stacked())
+    with jax.set_mesh(mesh):
+        step, groups = INSIDE(make_loss(n), 1), Groups(items)
+        assert_close(step(W, groups), want)
+        first = [9] if n == 10 and axes["clients"] == 4 else []  # is kept for padding
+        twice = sorted([0, *range(n), *range(n)])
+        assert sorted([*items.reads, *first]) == twice
+        assert_close(OUTSIDE(make_loss(n), 2)(W, groups), want)
+
+
+def test_inside_of_other_transformations():
+    items = Counted()
+    groups, step = Groups(items), INSIDE(make_loss())
+    want = step(W, items.stacked())
+    assert_close(jax.jit(lambda w: step(w, groups))(W), want)
+    batch = jax.vmap(step, in_axes=(0, None))(jnp.stack([W, 2 * W]), groups)
+    assert_close(jax.tree.map(lambda x: x[0], batch), want)
+
+
+@pytest.mark.parametrize("k", [None, "auto", "tune"])
+def test_how_many_groups_at_once_may_be_chosen(k):
+    items = Counted()
+    step = drjax.jit(make_loss(), groups_per_step=k)
+    assert_close(step(W, Groups(items)), step(W, items.stacked()))
+
+
+def test_errors_name_the_group():
+    step = INSIDE(make_loss())
+    items = [Counted()[i] for i in range(N)]
+    text = "Group 6: loading group 6 raised OSError: disk"
+    raises(drjax.DrjaxValueError, text, step, W, Groups(Counted(fail=6)))
+    bad = [*items]
+    bad[6] = {"x": np.zeros(4, np.float32), "y": np.int32(0)}
+    text = "Group 6: its data['x'] is float32[4], but the plan is for float32[3]"
+    raises(drjax.DrjaxValueError, text, step, W, Groups(bad))
+    text = "The plan is for 10 groups, got more"
+    raises(drjax.DrjaxValueError, text, step, W, Groups(lambda: iter([*items, bad[0]])))
+    text = "convert it to float32"
+    wide = jax.tree.map(lambda x: x.astype(np.float64), items)
+    raises(drjax.DrjaxValueError, text, step, W, Groups(wide))
+    text = "needs the number of groups before it reads"
+    raises(
+        drjax.DrjaxValueError, text,
+        drjax.jit(lambda w, d: make_loss()(w, d)), W, Groups(lambda: iter(items)),
+    )  # fmt: skip
+    text = "one partition of so many; it has none"
+    raises(drjax.DrjaxTypeError, text, drjax.jit(lambda d: d["x"] + 1), Groups(items))
+
+
+def test_an_error_inside_of_a_transformation_is_the_runtime_s():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="OSError: disk"):
+        jax.block_until_ready(OUTSIDE(make_loss())(W, Groups(Counted(fail=6))))
+    assert lazy_arguments.has_groups({"data": Groups([1])})
