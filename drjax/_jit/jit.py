@@ -275,7 +275,7 @@ class _Planned:
         operand_names += [names[i] for i in dynamic]
         groups = self._groups
         if any(isinstance(x, Leaf) for x in arrays):
-            read = lazy_arguments.read_in(jaxpr, operands, operand_names)
+            read = lazy_arguments.read_in(fn, jaxpr, operands, operand_names)
             operands, operand_names = read.operands, read.names
             jaxpr, _ = trace(read.fn, list(map(_compat.typeof, operands)), name, bound)
             groups = read.groups_per_step() if groups is None else groups

@@ -34,6 +34,7 @@ from drjax._compat.types import Array, Aval, ClosedJaxpr, PyTree, PyTreeDef
 from drjax._context import OF_LIBRARY
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._jaxprs.prng_keys import from_raw, raw_type
+from drjax._jit import read_in_loops
 from drjax._partition import Partition, attached_levels
 from drjax._primitives.read_groups import READERS, read_groups_p
 from drjax._sharding.layout import find_mesh, make_layout
@@ -170,13 +171,9 @@ def _source(groups: Any, fn: Callable) -> tuple[Any, PyTreeDef]:
 
 def _number_of_groups(groups: Any, fn: Any) -> int:
     """Return n: what the data say, or else the program, in whatever is around it."""
-    n = groups.count()
-    while n is None:
-        levels = attached_levels(fn)
-        n = levels[0].size if len(levels) == 1 else None
-        if not hasattr(fn, "__wrapped__"):
-            break
-        fn = fn.__wrapped__
+    n, declared = groups.count(), _declared(fn)
+    if n is None and declared is not None:
+        return declared.size
     if n is None:
         raise DrjaxValueError(
             "drjax.jit needs the number of groups before it reads their data. Give "
@@ -184,6 +181,16 @@ def _number_of_groups(groups: Any, fn: Any) -> int:
             "itself, drjax.jit(program)."
         )
     return n
+
+
+def _declared(fn: Any) -> Partition | None:
+    """Return the partition of a program, or of one inside of wrappers; None: none."""
+    while fn is not None:
+        levels = attached_levels(fn)
+        if levels:
+            return levels[0] if len(levels) == 1 else None
+        fn = getattr(fn, "__wrapped__", None)
+    return None
 
 
 def _close(numbers: Sequence[int] | dict[int, Any]) -> None:
@@ -257,32 +264,45 @@ class Read:
 
 
 def read_in(
-    jaxpr: ClosedJaxpr, operands: Sequence[Array | Leaf], names: Sequence[str]
+    fn: Callable,
+    jaxpr: ClosedJaxpr,
+    operands: Sequence[Array | Leaf],
+    names: Sequence[str],
 ) -> Read:
-    """Replace operands that are leaves of data by work that reads these, in a group."""
+    """Replace operands that are leaves of data by work that reads these, in a group.
+
+    The jaxpr is that of `fn`.
+    """
     unread = {id(x.of): x.of for x in operands if isinstance(x, Leaf)}
     sizes = {x.n for x in unread.values()}
-    partition = _partition_of(jaxpr, sizes)
+    partition = _partition_of(jaxpr, sizes, fn)
     slots = make_layout(partition, find_mesh(partition)).per_device
     numbers: list[Any] = [jnp.asarray(x.number) for x in unread.values()]
     arrays = [i for i, x in enumerate(operands) if not isinstance(x, Leaf)]
-    given: list[Any] = [operands[i] for i in arrays]
+    rest: list[Any] = [operands[i] for i in arrays]
 
-    def fn(*arrays: Array) -> list[Array]:
-        numbers, own = arrays[: len(unread)], iter(arrays[len(unread) :])
-        read = {
-            key: _read(number, x.values, partition, slots)
-            for number, (key, x) in zip(numbers, unread.items(), strict=True)
-        }
-        args = [
-            read[id(x.of)][x.index] if isinstance(x, Leaf) else next(own)
-            for x in operands
-        ]
-        return _compat.jaxpr_as_checked_fun(jaxpr)(*args)
+    def reading(*arrays: Array) -> list[Array]:
+        of_readers = dict(zip(unread, arrays, strict=False))
+        others = iter(arrays[len(unread) :])
+
+        def reader() -> Callable[[Leaf], Array]:
+            slices: dict[int, list[Array]] = {}
+
+            def read(x: Leaf) -> Array:
+                key = id(x.of)
+                if key not in slices:
+                    number = of_readers[key]
+                    slices[key] = _read(number, x.of.values, partition, slots)
+                return slices[key][x.index]
+
+            return read
+
+        args = [x if isinstance(x, Leaf) else next(others) for x in operands]
+        return read_in_loops.run(jaxpr, args, lambda x: isinstance(x, Leaf), reader)
 
     return Read(
-        fn,
-        [*numbers, *given],
+        reading,
+        [*numbers, *rest],
         [*(f"reader.{i}" for i in range(len(unread))), *(names[i] for i in arrays)],
         sum(x.nbytes for x in unread.values()),
         slots,
@@ -302,8 +322,8 @@ def _read(
     return map_fn(read, partition_index(partition=partition), partition=partition)
 
 
-def _partition_of(jaxpr: ClosedJaxpr, sizes: set[int]) -> Partition:
-    """Find the partition of so many groups whose building blocks a jaxpr has."""
+def _partition_of(jaxpr: ClosedJaxpr, sizes: set[int], fn: Callable) -> Partition:
+    """Find the one partition of so many groups that a jaxpr, or its function, has."""
     partitions: dict[Partition, None] = {}
 
     def visit(jaxpr: Any) -> None:
@@ -315,6 +335,9 @@ def _partition_of(jaxpr: ClosedJaxpr, sizes: set[int]) -> Partition:
                 visit(inner)
 
     visit(jaxpr)
+    declared = _declared(fn)
+    if not partitions and declared is not None and {declared.size} == sizes:
+        return declared  # as of a program that only adds up an axis
     if len(partitions) != 1:
         which = ", ".join(map(str, partitions)) or "none"
         text = " and ".join(map(str, sorted(sizes)))

@@ -1,7 +1,7 @@
 """`drjax.jit` of data that are read chunk by chunk: `Groups` in place of arrays.
 
-Covers: drjax._jit.lazy_arguments, drjax._primitives.read_groups,
-drjax.engines.slices.read_ahead.
+Covers: drjax._jit.lazy_arguments, drjax._jit.read_in_loops,
+drjax._primitives.read_groups, drjax.engines.slices.read_ahead.
 """
 
 import gc
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import drjax
 from drjax._jit import lazy_arguments
@@ -50,8 +51,8 @@ class Counted:
 
     def stacked(self):
         """What the program takes instead; not counted."""
-        rows = [type(self)(self.n, self.size)[i] for i in range(self.n)]
-        return jax.tree.map(lambda *xs: jnp.stack(xs), *rows)
+        own = [type(self)(self.n, self.size)[i] for i in range(self.n)]
+        return jax.tree.map(lambda *xs: jnp.stack(xs), *own)
 
 
 def make_loss(n=N):
@@ -72,18 +73,19 @@ OUTSIDE = lambda loss, k=4: jax.value_and_grad(drjax.jit(loss, groups_per_step=k
 
 
 def assert_close(x, y):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), x, y)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, x, y)
 
 
 @pytest.mark.parametrize("derivative", [INSIDE, OUTSIDE])
 @pytest.mark.parametrize("kind", ["a sequence", "an iterable", "an iterator's maker"])
 def test_value_and_gradient_are_those_of_arrays(derivative, kind):
     items = Counted()
-    rows = [items[i] for i in range(N)]
+    own = [items[i] for i in range(N)]
     kinds = {
         "a sequence": items,
-        "an iterable": dict(enumerate(rows)).values(),
-        "an iterator's maker": lambda: iter(rows),
+        "an iterable": dict(enumerate(own)).values(),
+        "an iterator's maker": lambda: iter(own),
     }
     step = derivative(make_loss())
     # Without n of the data, it is that of the program.
@@ -111,13 +113,76 @@ def test_memory_and_arguments_do_not_grow_with_the_number_of_groups():
     assert sizes[0] == sizes[1]
 
 
+def round_of(w, data):
+    step = lambda w, data: w - 0.1 * jax.grad(lambda w: jnp.mean(w * data["x"]) ** 2)(w)
+    return drjax.reduce_mean(drjax.map_fn(step, (drjax.broadcast(w), data)))
+
+
+def scan(w, data):
+    return lax.scan(lambda w, _: (round_of(w, data), None), w, length=3)[0]
+
+
+def scan_of_work_before(w, data):
+    data = data | {"x": data["x"] * 2}
+    return scan(w, data)
+
+
+def scan_of_checkpoints(w, data):
+    step = jax.checkpoint(lambda w, _: (round_of(w, data), None))
+    return lax.scan(step, w, length=3)[0]
+
+
+def nested_scans(w, data):
+    return lax.scan(lambda w, _: (scan(w, data), None), w, length=2)[0]
+
+
+def while_loop(w, data):
+    more = lambda c: c[0] < jnp.max(w) + 0 * data["y"].sum()
+    step = lambda c: (c[0] + 1, jax.jit(round_of)(c[1], data))
+    return lax.while_loop(more, step, (0, w))[1]
+
+
+def branches(w, data):
+    return lax.cond(jnp.sum(w) > 0, round_of, lambda w, data: w, w, data)
+
+
+def sums_of_axes(w, data):
+    return w * jnp.mean(data["x"], axis=0)
+
+
+def stacks(w, data):
+    return lax.scan(lambda w, x: (w + x, None), w, data["x"])[0]
+
+
+FLAT = [scan, scan_of_work_before, scan_of_checkpoints]
+FORWARD = [*FLAT, nested_scans, while_loop, branches, sums_of_axes, stacks]
+
+
+@pytest.mark.parametrize("fn", FORWARD)
+def test_loops_and_branches_read_in_each_step(fn):
+    """What the loop does not keep for its steps is not in memory for all groups."""
+    sizes = []
+    for n in (16, 128):
+        program, items = drjax.program(clients=n)(fn), Counted(n, 100)
+        w, groups, want = jnp.ones(100), Groups(items), items.stacked()
+        total = lambda w, data, program=program: jnp.sum(program(w, data) ** 2)
+        uses = [program, *([jax.grad(total)] if fn in FLAT else [])]
+        for use in uses:
+            step = drjax.jit(use, groups_per_step=4)
+            memory = step.lower(w, groups).compile().memory_analysis()
+            sizes.append((memory.argument_size_in_bytes, memory.temp_size_in_bytes))
+            assert_close(step(w, groups), jax.jit(use)(w, want))
+    half = len(sizes) // 2
+    assert sizes[:half] == sizes[half:]
+
+
 def test_one_chunk_is_read_ahead():
     items = Counted()
     source, _ = like_the_first(Groups(items), "data", N)
     items.reads.clear()
     read = ReadAhead(source, raises=True)
-    (x, y) = read(0, 3, 9, 1)
-    assert x.shape == (3, 3) and y.tolist() == [0, 1, 2]
+    points, labels = read(0, 3, 9, 1)
+    assert points.shape == (3, 3) and labels.tolist() == [0, 1, 2]
     read._thread.submit(int).result()  # what was ahead is read
     assert items.reads == [*range(6)]
     read(3, 6, 9, 1), read(6, 9, 9, 1)
