@@ -83,6 +83,11 @@ def jit(
     group. Derivatives of the result are planned too; `drjax.jit(jax.grad(f))` plans
     value and derivative together and is cheaper than `jax.grad(drjax.jit(f))`.
 
+    Data larger than memory: an argument whose values are all partitioned may be a
+    `drjax.backends.Groups` or `Parquet`, or have some in its pytree. Each chunk of
+    groups, on each device, reads its data when it runs, and a thread reads the next
+    one meanwhile; gradients read them again. The call then waits for its results.
+
     Args:
       fn: A program, or a function that calls programs over one partition, such as
         `jax.value_and_grad(program)` or a loop over rounds.
@@ -91,7 +96,8 @@ def jit(
         `"tune"`: as many as are fastest. The first call with arguments of new shapes,
         dtypes or shardings measures about six numbers for n = 100, ten for n = 10,000:
         each compiles the function, and runs it up to eleven times, with its effects.
-        Keep the result of `drjax.jit`, which remembers. Default: all.
+        Keep the result of `drjax.jit`, which remembers. Default: all; of `Groups`, as
+        many as have 16 MB of data.
       residuals: What a round needs of an earlier round's results in the groups:
         `"recompute"` (rematerialize) it, or `"store"` it for all groups. Results of
         equations with effects are stored. Default: `"store"` where all groups of a
@@ -102,7 +108,7 @@ def jit(
       **jit_kwargs: As for `jax.jit`: static_argnums, donate_argnums, in_shardings, ...
 
     Returns:
-      What `jax.jit` returns: call it, `.lower()` it, take its `jax.grad` or `vmap`.
+      As what `jax.jit` returns: call it, `.lower()` it, take its `jax.grad` or `vmap`.
       With `"tune"`, a function of arrays that has `.lower`, and no derivatives.
       As with `jax.jit`, compiled programs are cached by function and options, as long
       as the function lives: `drjax.jit(f)(x)` in a loop compiles once.
@@ -111,7 +117,8 @@ def jit(
       PlanError: (when called) the program has no plan; `jax.jit` still runs it.
       MeshError: (when called) the partition does not fit the mesh; or the call is
         inside a `jax.shard_map` over the partition's axes, where `jax.jit` runs it.
-      DrjaxValueError, DrjaxTypeError: A wrong option.
+      DrjaxValueError, DrjaxTypeError: A wrong option; or the data of one of `Groups`
+        cannot be read, or do not have the types of group 0.
 
     Example:
       >>> import drjax, jax, jax.numpy as jnp
@@ -121,6 +128,9 @@ def jit(
       >>> step = drjax.jit(jax.grad(mean_square), groups_per_step=10)
       >>> print(step(jnp.ones(1000))[:2])
       [0.002 0.002]
+      >>> data = drjax.backends.Groups([jnp.float32(i % 2) for i in range(1000)])
+      >>> print(drjax.jit(mean_square)(data))
+      0.5
 
     Source: Rush et al. 2024, sections 4 and 5.
     """

@@ -45,8 +45,8 @@ class Indexed(Protocol):  # items that are read one by one
 class Groups:
     """The data of all groups as an argument of a planned function: one pytree a group.
 
-    Pass it to the function that an engine's `compile` returns, in place of the argument
-    with arrays `[n, ...]`.
+    Pass it to the function that `drjax.jit` or an engine's `compile` returns, in place
+    of the argument with arrays `[n, ...]`.
 
     Args:
       items: The pytrees of the n groups, in the order of group indices. The pytree of
