@@ -127,6 +127,31 @@ class Parquet(Groups):
             rows = self._rows(path, part, end - first)
             yield from itertools.islice(rows, max(0, group - first), None)
 
+    def cursor(self, group: int) -> "_RowCursor | None":
+        return _RowCursor(self, group) if self.columns is None else None
+
+    def batches(self, group: int, size: int) -> Iterator[dict[str, np.ndarray]]:
+        """Iterate over columns of the rows from `group` on, of `size` rows or fewer.
+
+        A column whose lists differ in length, or that has nulls, raises a `ValueError`.
+        """
+        i = bisect.bisect_right(self._bounds, group) - 1
+        for path, part, first in self._parts[i:]:
+            skip = max(0, group - first)
+            system, name = _storage.file_system_of(path)
+            with self._reader.ParquetFile(name, filesystem=system) as file:
+                for batch in file.iter_batches(size, row_groups=[part]):
+                    rows, skip = batch[skip:], max(0, skip - batch.num_rows)
+                    columns = _Columns(rows)
+                    arrays: dict[str, np.ndarray] = {}
+                    for key in columns.names:
+                        values = columns.cells(key)
+                        if isinstance(values, list):
+                            raise ValueError(f"the rows of {key} differ in shape")
+                        arrays[key] = values
+                    if rows.num_rows:
+                        yield arrays
+
     def _rows(self, path: str, part: int, count: int) -> Iterator[PyTree]:
         """Read one row group of a Parquet file lazily; each row is a group's pytree.
 
@@ -165,6 +190,30 @@ class Parquet(Groups):
         except Exception as error:
             text = f"its columns give {type(error).__name__}: {error}"
             return DrjaxValueError(text)
+
+
+class _RowCursor:
+    """Reads many rows at once: columns straight to arrays."""
+
+    def __init__(self, groups: Parquet, group: int):
+        self._groups, self._next = groups, group
+        self._batches: Iterator[dict[str, np.ndarray]] | None = None
+        self._rest: dict[str, np.ndarray] = {}
+
+    def take(self, count: int, /) -> PyTree:
+        if self._batches is None:
+            self._batches = self._groups.batches(self._next, count)
+        parts, missing = [], count
+        while missing:
+            batch = self._rest or next(self._batches)
+            parts.append({name: x[:missing] for name, x in batch.items()})
+            more = min(missing, len(next(iter(batch.values()))))
+            self._rest = {name: x[more:] for name, x in batch.items() if len(x) > more}
+            missing -= more
+        whole = parts[0]
+        if len(parts) > 1:
+            whole = {k: np.concatenate([part[k] for part in parts]) for k in parts[0]}
+        return whole if len(whole) > 1 else next(iter(whole.values()))
 
 
 def _parquet() -> Any:

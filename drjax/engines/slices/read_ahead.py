@@ -11,19 +11,17 @@ Sharp edges: an iterable that is not indexed is skipped up to the first group of
 device.
 """
 
-import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
-from drjax._errors import DrjaxError
-from drjax.engines.slices.groups import Source
+from drjax.engines.slices.groups import Cursor, Source
 from drjax.engines.slices.slices import empty_slices
 
-_OPEN = 64  # iterators that are kept to go on, and chunks that nobody has asked for
+_OPEN = 64  # cursors that are kept to go on, and chunks that nobody has asked for
 
 
 class ReadAhead:
@@ -42,7 +40,7 @@ class ReadAhead:
         self._thread = ThreadPoolExecutor(1, "drjax-read-groups")
         # By range: what is read, and how many devices have yet to ask for it.
         self._chunks: dict[tuple[int, int], tuple[Future, int]] = {}
-        self._open: dict[int, Iterator[Any]] = {}  # by the next group of each
+        self._open: dict[int, Cursor] = {}  # by the next group of each
         self._copied: list[np.ndarray] | None = None
         self.error: Exception | None = None
 
@@ -95,23 +93,11 @@ class ReadAhead:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _read(self, low: int, high: int) -> list[np.ndarray]:
-        n = self._source.n
-        items = self._open.pop(low, None) or self._source.between(low, n)
-        stacks: list[np.ndarray] = []
-        for i, (group, leaves) in enumerate(itertools.islice(items, high - low)):
-            if isinstance(leaves, DrjaxError):
-                raise type(leaves)(f"Group {group}: {leaves}") from leaves
-            # One array for the chunk, so that a group's own is not needed any more.
-            if not stacks:
-                stacks = [np.empty((high - low, *x.shape), x.dtype) for x in leaves]
-            for stack, leaf in zip(stacks, leaves, strict=True):
-                stack[i] = leaf
-        if high < n:
-            self._open[high] = items
-            _drop_oldest(self._open)
-        else:
-            next(items, None)  # it raises if there are more groups
-        return stacks
+        cursor = self._open.pop(low, None) or Cursor(self._source, low)
+        leaves = cursor.take(high - low)
+        self._open[high] = cursor
+        _drop_oldest(self._open)
+        return leaves
 
 
 def _drop_oldest(items: dict[Any, Any]) -> None:
