@@ -22,7 +22,7 @@ from drjax import _compat
 from drjax._api.program import Decorated
 from drjax._compat.types import Array, PyTree
 from drjax._context import resized
-from drjax._errors import DrjaxTypeError, DrjaxValueError
+from drjax._errors import DrjaxError, DrjaxTypeError, DrjaxValueError
 from drjax._jit import lazy_arguments
 from drjax._jit.jit_primitive import Options, plan_of, planned_p, trace, varying_axes
 from drjax._jit.lazy_arguments import Leaf
@@ -179,7 +179,7 @@ class _Jit:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return self._jitted(*args, **kwargs)
-        except DrjaxValueError:
+        except DrjaxError:
             # Raised by `Groups` where they are in the place of an array.
             if not lazy_arguments.has_groups(args, kwargs):
                 raise
@@ -202,7 +202,12 @@ class _Jit:
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
+    def __repr__(self) -> str:
+        return repr(self._jitted)
+
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_jitted":  # as while it is unpickled
+            raise AttributeError(name)
         return getattr(self._jitted, name)
 
 

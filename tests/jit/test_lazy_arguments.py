@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 
 import drjax
 from drjax._jit import lazy_arguments
@@ -242,6 +243,51 @@ def test_inside_of_other_transformations():
     assert_close(jax.jit(lambda w: step(w, groups))(W), want)
     batch = jax.vmap(step, in_axes=(0, None))(jnp.stack([W, 2 * W]), groups)
     assert_close(jax.tree.map(lambda x: x[0], batch), want)
+
+
+def test_any_argument_may_be_groups():
+    own = [Counted()[i]["x"] for i in range(N)]
+    stacked, groups = np.stack(own), Groups(own)
+    rates = np.arange(N, dtype=np.float32)
+
+    @drjax.program(clients=N)
+    def total(w, data, rate):
+        x, y = data["x"], data["y"]
+        one = lambda w, x, y, rate: rate * w * x * y
+        return drjax.reduce_sum(drjax.map_fn(one, (drjax.broadcast(w), x, y, rate)))
+
+    want = total(W, {"x": stacked, "y": stacked + 1}, rates)
+    others = Groups([x + 1 for x in own])
+    step = drjax.jit(total, groups_per_step=3, donate_argnums=0)
+    for x, y, rate in (
+        (groups, others, Groups(list(rates))),
+        (stacked, others, rates),
+        (groups, stacked + 1, jnp.asarray(rates)),
+    ):
+        assert_close(step(w=W + 0, data={"x": x, "y": y}, rate=rate), want)
+    with jax.disable_jit():
+        assert_close(step(W, {"x": groups, "y": others}, rates), want)
+    report = drjax.collectives(step)(W, {"x": groups, "y": others}, rates)
+    # The model, the numbers of two readers, and the array.
+    assert report.argument_bytes == 4 * 3 + 2 * 4 + 4 * N
+
+
+def test_data_may_be_random_keys_and_results_may_be_written():
+    keys, written = [jax.random.key(i) for i in range(N)], np.zeros((N, 3), np.float32)
+
+    @drjax.program(clients=N)
+    def draw(keys):
+        def one(i, key):
+            x = jax.random.normal(key, (3,))
+            io_callback(written.__setitem__, None, i, x)
+            return x
+
+        return drjax.reduce_mean(drjax.map_fn(one, (drjax.partition_index(), keys)))
+
+    mean = drjax.jit(draw, groups_per_step=3)(Groups(keys))
+    jax.effects_barrier()
+    want = jax.vmap(lambda key: jax.random.normal(key, (3,)))(jnp.stack(keys))
+    assert_close((mean, written), (want.mean(0), want))
 
 
 @pytest.mark.parametrize("k", [None, "auto", "tune"])
