@@ -117,6 +117,47 @@ class Groups:
             )
         return cls(Batches(read, n))
 
+    @classmethod
+    def by_key(
+        cls, table: Any, key: str, columns: Callable[[Any], Any] | None = None
+    ) -> "Groups":
+        """Make `Groups` of the rows of a table with equal keys: one row an example.
+
+        Groups are in the order of their keys, and the rows of a group in the order of
+        the table. Errors and reports name a group by its key. Needs pyarrow.
+
+        Args:
+          table: An Arrow table, as of `pyarrow.parquet.read_table(file,
+            memory_map=True)`; a DataFrame, or a dict of columns. Only the rows of a
+            group that is read are copied.
+          key: The name of the column of keys.
+          columns: A function from the dict of a group's columns, arrays `[rows, ...]`,
+            to the group's pytree. Groups have different numbers of rows: it pads, or
+            samples. Default: the dict.
+
+        Returns:
+          `Groups`, for what `drjax.jit` and the `compile` of an engine return.
+
+        Raises:
+          DrjaxTypeError: It is no table.
+          DrjaxValueError: It has no such column, or rows without a key.
+
+        Example:
+          >>> import drjax, numpy as np
+          >>> table = {"client": ["b", "a", "b", "a"], "x": np.float32([1, 2, 3, 4])}
+          >>> mean = drjax.program(clients=2)(lambda d: drjax.reduce_max(d["x"]))
+          >>> print(drjax.jit(mean)(drjax.backends.Groups.by_key(table, "client")))
+          [2. 4.]
+        """
+        from drjax.engines.slices.rows_by_key import RowsByKey
+
+        return cls(RowsByKey(table, key, columns))
+
+    def name_of(self, group: int) -> str:
+        """Return what the data call a group, for errors and reports; empty: nothing."""
+        items: Any = getattr(self, "items", None)
+        return items.name_of(group) if hasattr(items, "name_of") else ""
+
     @property
     def dtype(self) -> Any:
         """Groups have none. JAX asks for it when they are in the place of an array."""
@@ -482,7 +523,9 @@ class Cursor:
         stacks: list[np.ndarray] = []
         for i, (group, own) in enumerate(itertools.islice(self._items, count)):
             if isinstance(own, DrjaxError):
-                raise type(own)(f"Group {group}: {own}") from own
+                name = source.groups.name_of(group)
+                who = f"Group {group} ({name})" if name else f"Group {group}"
+                raise type(own)(f"{who}: {own}") from own
             # One array for all, so that a group's own is not needed any more.
             if not stacks:
                 stacks = [np.empty((count, *x.shape), x.dtype) for x in own]

@@ -332,6 +332,14 @@ def _in_lists(column: Column, sizes: list[int]) -> Column:
     return arrow.FixedSizeListArray.from_arrays(inner, outer, **_nulls(column))
 
 
+def to_numpy(column: Column) -> np.ndarray:
+    """Convert a column of an Arrow table to one array, of objects if rows differ."""
+    whole = column.combine_chunks()
+    whole = whole.chunk(0) if hasattr(whole, "chunk") and whole.num_chunks else whole
+    cells = _cells(_plain(whole))
+    return cells if isinstance(cells, np.ndarray) else np.array(cells, object)
+
+
 def _cells(column: Column) -> np.ndarray | list[np.ndarray]:
     """Convert a plain column of an Arrow table to numpy: one value for each row.
 

@@ -1,12 +1,13 @@
 """Groups that are read many at once: by a function of a slice, and columns of Parquet.
 
 Covers: drjax.engines.slices.groups, drjax.engines.slices.parquet,
-drjax.engines.core.blocks_of_groups.
+drjax.engines.core.blocks_of_groups, drjax.engines.slices.rows_by_key.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -106,3 +107,62 @@ def test_wrong_numbers_of_groups_are_refused(run):
     short = lambda groups: {"x": X[groups][:2], "y": Y[groups][:2]}
     check(RUNS[run](W, Groups.from_batches(short, N)), WANT)  # one by one
     raises(drjax.DrjaxTypeError, "a function of a slice", Groups.from_batches, X, N)
+
+
+# -------------------------------------------------------------------------------------
+# Rows by key
+
+
+TABLE = {
+    "client": ["c", "a", "b", "a", "c", "a", "d", "e", "f", "g", "h", "i", "j"],
+    "x": list(np.arange(39, dtype=np.float32).reshape(13, 3)),
+    "y": np.arange(13, dtype=np.float32),
+}
+
+
+def padded(columns, length=3):
+    """The sum of a client's rows."""
+    assert len(columns["y"]) <= length
+    return {"x": np.stack(columns["x"]).sum(0), "y": columns["y"].sum()}
+
+
+@pytest.mark.parametrize("table", [dict, pa.table, pd.DataFrame], ids=str)
+@pytest.mark.parametrize("run", ["drjax.jit", "engine"])
+def test_rows_of_equal_keys_are_groups(run, table):
+    groups = Groups.by_key(table(TABLE), "client", padded)
+    assert groups.items.keys == [*"abcdefghij"]
+    names = np.array(TABLE["client"])
+    rows = [np.flatnonzero(names == key) for key in "abcdefghij"]
+    x = np.stack([np.stack(TABLE["x"])[i].sum(0) for i in rows])
+    y = np.stack([TABLE["y"][i].sum() for i in rows])
+    check(RUNS[run](W, groups), program(W, {"x": x, "y": y}))
+
+
+def test_errors_and_reports_name_the_key():
+    def columns(rows):
+        y = rows["y"].sum()
+        return {"x": rows["x"][0] * (np.nan if y == 2 else 1), "y": y}
+
+    groups = Groups.by_key(TABLE, "client", columns)
+    plan = drjax.make_plan(program)(W, {"x": X, "y": Y})
+    drops = in_process.compile(plan, on_error="drop", check_nans=True)
+    drops(W, groups)
+    assert "client 'b': it yields NaN" in drops.report.dropped[1]
+    run = in_process.compile(plan, check_nans=True)
+    raises(drjax.EngineError, "client 'b': it yields NaN", run, W, groups)
+    text = "Group 1 (client 'b'): loading group 1 raised ValueError"
+
+    def fails(rows):
+        if 2 in rows["y"]:
+            raise ValueError("no data")
+        return columns(rows)
+
+    groups = Groups.by_key(TABLE, "client", fails)
+    raises(drjax.DrjaxError, text, RUNS["drjax.jit"], W, groups)
+
+
+def test_tables_without_keys_are_refused():
+    raises(drjax.DrjaxValueError, "one column 'id'", Groups.by_key, TABLE, "id")
+    table = {"client": ["a", None], "x": [1.0, 2.0]}
+    raises(drjax.DrjaxValueError, "1 rows have no", Groups.by_key, table, "client")
+    raises(drjax.DrjaxTypeError, "needs an Arrow table", Groups.by_key, 1, "client")
