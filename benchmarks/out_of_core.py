@@ -60,42 +60,42 @@ def _of_group(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.mean(jnp.tanh(x @ w) ** 2)
 
 
-def _planned(made: Made) -> tuple[Callable, Callable[[], Any]]:
-    @drjax.program(clients=made.n)
+def _planned(source: Made) -> tuple[Callable, Callable[[], Any]]:
+    @drjax.program(clients=source.n)
     def loss(w, data):
         losses = drjax.map_fn(_of_group, (drjax.broadcast(w), data))
         return jnp.log(drjax.reduce_mean(losses))
 
     step = drjax.jit(jax.value_and_grad(loss), groups_per_step=_CHUNK)
-    return step, lambda: Groups(made)
+    return step, lambda: Groups(source)
 
 
-def _by_hand(made: Made) -> tuple[Callable, Callable[[], Any]]:
+def _by_hand(source: Made) -> tuple[Callable, Callable[[], Any]]:
     of_chunk = lambda w, x: jax.vmap(_of_group, (None, 0))(w, x).sum()
     forward = jax.jit(of_chunk)
     backward = jax.jit(jax.grad(of_chunk))
 
-    def step(w: jax.Array, made: Made) -> tuple[jax.Array, jax.Array]:
-        chunks = [range(i, i + _CHUNK) for i in range(0, made.n, _CHUNK)]
+    def step(w: jax.Array, source: Made) -> tuple[jax.Array, jax.Array]:
+        chunks = [range(i, i + _CHUNK) for i in range(0, source.n, _CHUNK)]
         total, gradient = jnp.zeros(()), jnp.zeros_like(w)
         for chunk in chunks:
-            total += forward(w, np.stack([made[i] for i in chunk]))
+            total += forward(w, np.stack([source[i] for i in chunk]))
         for chunk in chunks:
-            gradient += backward(w, np.stack([made[i] for i in chunk]))
+            gradient += backward(w, np.stack([source[i] for i in chunk]))
             gradient.block_until_ready()  # or all chunks would wait in memory
-        return jnp.log(total / made.n), gradient / total
+        return jnp.log(total / source.n), gradient / total
 
-    return step, lambda: made
+    return step, lambda: source
 
 
-def _as_array(made: Made) -> tuple[Callable, Callable[[], Any]]:
+def _as_array(source: Made) -> tuple[Callable, Callable[[], Any]]:
     def array() -> np.ndarray:
-        data = np.empty((made.n, _ROWS, _WIDTH), np.float32)
-        for i in range(made.n):
-            data[i] = made[i]
+        data = np.empty((source.n, _ROWS, _WIDTH), np.float32)
+        for i in range(source.n):
+            data[i] = source[i]
         return data
 
-    return _planned(made)[0], array
+    return _planned(source)[0], array
 
 
 _MAKE: dict[str, Callable] = dict(
@@ -105,17 +105,17 @@ _MAKE: dict[str, Callable] = dict(
 
 def measure(kind: str, n: int) -> dict[str, Any]:
     """Run one step in this process: its peak memory, reads, and seconds."""
-    made = Made(n)
-    step, data = _MAKE[kind](made)
+    source = Made(n)
+    step, data = _MAKE[kind](source)
     w = jnp.full((_WIDTH, _WIDTH), 0.01)
     whole = data() if kind == "array" else None
     jax.block_until_ready(step(w, data() if whole is None else whole))
-    made.reads, start = 0, time.process_time()
+    source.reads, start = 0, time.process_time()
     out = step(w, data() if whole is None else whole)
     value, gradient = jax.block_until_ready(out)
     return {
         "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        "reads": made.reads,
+        "reads": source.reads,
         "seconds": time.process_time() - start,
         "value": float(value),
         "norm": float(jnp.linalg.norm(gradient)),

@@ -336,13 +336,12 @@ def _partition_of(jaxpr: ClosedJaxpr, sizes: set[int], fn: Callable) -> Partitio
 
     visit(jaxpr)
     declared = _declared(fn)
-    if not partitions and declared is not None and {declared.size} == sizes:
-        return declared  # as of a program that only adds up an axis
-    if len(partitions) != 1:
-        which = ", ".join(map(str, partitions)) or "none"
+    if declared is not None and {declared.size} == sizes:
+        return declared  # also of a program without blocks, which adds up an axis
+    if not partitions:
         text = " and ".join(map(str, sorted(sizes)))
         raise DrjaxTypeError(
             f"drjax.jit got Groups with the data of {text} groups, and the function "
-            f"needs one partition of so many; it has {which}."
+            "needs a partition of so many; it has none."
         )
     return next(iter(partitions))

@@ -4,6 +4,7 @@ Covers: drjax._jit.lazy_arguments, drjax._jit.read_in_loops,
 drjax._primitives.read_groups, drjax.engines.slices.read_ahead.
 """
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -290,6 +291,21 @@ def test_data_may_be_random_keys_and_results_may_be_written():
     assert_close((mean, written), (want.mean(0), want))
 
 
+@pytest.mark.parametrize(
+    "dtype", ["float64", "int64", "complex128", "bfloat16", "bool"]
+)
+def test_every_dtype_is_read_as_it_is(dtype):
+    """Also of 64 bits, where x64 is enabled in this thread only; on a mesh of 8."""
+    with jax.enable_x64(True):
+        x = (np.arange(16).reshape(8, 2) % 5 * (1 + 1e-10)).astype(jnp.dtype(dtype))
+        same = drjax.program(clients=8)(lambda x: drjax.map_fn(lambda x: x, x))
+        for mesh in (None, jax.make_mesh((8,), ("clients",))):
+            with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+                out = drjax.jit(same, groups_per_step=1)(Groups(list(x)))
+            assert out.dtype == x.dtype
+            np.testing.assert_array_equal(out, x)
+
+
 @pytest.mark.parametrize("k", [None, "auto", "tune"])
 def test_how_many_groups_at_once_may_be_chosen(k):
     items = Counted()
@@ -316,11 +332,14 @@ def test_errors_name_the_group():
         drjax.DrjaxValueError, text,
         drjax.jit(lambda w, d: make_loss()(w, d)), W, Groups(lambda: iter(items)),
     )  # fmt: skip
-    text = "one partition of so many; it has none"
+    text = "a partition of so many; it has none"
     raises(drjax.DrjaxTypeError, text, drjax.jit(lambda d: d["x"] + 1), Groups(items))
 
 
 def test_an_error_inside_of_a_transformation_is_the_runtime_s():
     with pytest.raises(jax.errors.JaxRuntimeError, match="OSError: disk"):
         jax.block_until_ready(OUTSIDE(make_loss())(W, Groups(Counted(fail=6))))
+    with jax.set_mesh(jax.make_mesh((2,), ("clients",))):  # the other would wait
+        value, _ = OUTSIDE(make_loss())(W, Groups(Counted(fail=6)))
+        assert jnp.isnan(value)
     assert lazy_arguments.has_groups({"data": Groups([1])})

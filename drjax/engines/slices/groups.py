@@ -121,26 +121,26 @@ class Groups:
     def by_key(
         cls, table: Any, key: str, columns: Callable[[Any], Any] | None = None
     ) -> "Groups":
-        """Make `Groups` of the rows of a table with equal keys: one row an example.
+        """Make `Groups` of the examples of a table that have equal keys.
 
-        Groups are in the order of their keys, and the rows of a group in the order of
-        the table. Errors and reports name a group by its key. Needs pyarrow.
+        Groups are in the order of their keys, and the examples of a group in the order
+        of the table. Errors and reports name a group by its key. Needs pyarrow.
 
         Args:
           table: An Arrow table, as of `pyarrow.parquet.read_table(file,
-            memory_map=True)`; a DataFrame, or a dict of columns. Only the rows of a
-            group that is read are copied.
+            memory_map=True)`; a DataFrame, or a dict of columns. Only the examples of
+            a group that is read are copied.
           key: The name of the column of keys.
-          columns: A function from the dict of a group's columns, arrays `[rows, ...]`,
-            to the group's pytree. Groups have different numbers of rows: it pads, or
-            samples. Default: the dict.
+          columns: A function from the dict of a group's columns, arrays
+            `[examples, ...]`, to the group's pytree. Groups have different numbers of
+            examples: it pads, or samples. Default: the dict.
 
         Returns:
           `Groups`, for what `drjax.jit` and the `compile` of an engine return.
 
         Raises:
           DrjaxTypeError: It is no table.
-          DrjaxValueError: It has no such column, or rows without a key.
+          DrjaxValueError: It has no such column, or examples without a key.
 
         Example:
           >>> import drjax, numpy as np
@@ -149,9 +149,9 @@ class Groups:
           >>> print(drjax.jit(mean)(drjax.backends.Groups.by_key(table, "client")))
           [2. 4.]
         """
-        from drjax.engines.slices.rows_by_key import RowsByKey
+        from drjax.engines.slices import rows_by_key as keyed
 
-        return cls(RowsByKey(table, key, columns))
+        return cls(keyed.RowsByKey(table, key, columns))
 
     def name_of(self, group: int) -> str:
         """Return what the data call a group, for errors and reports; empty: nothing."""

@@ -11,6 +11,7 @@ Sharp edges: an iterable that is not indexed is skipped up to the first group of
 device.
 """
 
+import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,14 +22,16 @@ import numpy as np
 from drjax.engines.slices.groups import Cursor, Source
 from drjax.engines.slices.slices import empty_slices
 
+_log = logging.getLogger(__name__)
 _OPEN = 64  # cursors that are kept to go on, and chunks that nobody has asked for
 
 
 class ReadAhead:
     """Reads ranges of groups, and the next range of each device ahead.
 
-    If `raises` is false, a group that cannot be read raises no error here, where other
-    devices would wait for its device forever: it and all later ones are NaN or zero.
+    A group that cannot be read is NaN or zero, and so are all later ones: an error here
+    would let other devices wait for this one forever. If `raises`, it is an error where
+    there is one device, and else logged.
 
     Attributes:
       error: The error of a range that could not be read; None if there was none.
@@ -69,7 +72,9 @@ class ReadAhead:
         except Exception as error:
             self.error = error
             if self._raises:
-                raise
+                if slots >= n:
+                    raise
+                _log.exception("Groups cannot be read, so that results are wrong.")
             return [empty_slices(v, high - low) for v in self._source.values]
 
     def _chunk(self, low: int, high: int, end: int, copies: int) -> Future:

@@ -16,7 +16,7 @@ import numpy as np
 from drjax._compat.types import PyTree
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._extras import needed
-from drjax.engines.slices.parquet import to_numpy
+from drjax.engines.slices.arrow_columns import to_numpy
 
 
 class RowsByKey:

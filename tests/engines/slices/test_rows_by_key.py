@@ -1,7 +1,8 @@
 """Groups that are read many at once: by a function of a slice, and columns of Parquet.
 
 Covers: drjax.engines.slices.groups, drjax.engines.slices.parquet,
-drjax.engines.core.blocks_of_groups, drjax.engines.slices.rows_by_key.
+drjax.engines.core.blocks_of_groups, drjax.engines.slices.rows_by_key,
+drjax.engines.slices.arrow_columns.
 """
 
 import jax
