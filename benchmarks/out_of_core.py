@@ -40,7 +40,7 @@ _ARRAY = 512  # more would need several GB
 _KINDS = ("Groups", "hand-written loop", "array")
 
 
-class Made:
+class Source:
     """The data of the groups, made when they are read."""
 
     def __init__(self, n: int):
@@ -60,7 +60,7 @@ def _of_group(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.mean(jnp.tanh(x @ w) ** 2)
 
 
-def _planned(source: Made) -> tuple[Callable, Callable[[], Any]]:
+def _planned(source: Source) -> tuple[Callable, Callable[[], Any]]:
     @drjax.program(clients=source.n)
     def loss(w, data):
         losses = drjax.map_fn(_of_group, (drjax.broadcast(w), data))
@@ -70,12 +70,12 @@ def _planned(source: Made) -> tuple[Callable, Callable[[], Any]]:
     return step, lambda: Groups(source)
 
 
-def _by_hand(source: Made) -> tuple[Callable, Callable[[], Any]]:
+def _by_hand(source: Source) -> tuple[Callable, Callable[[], Any]]:
     of_chunk = lambda w, x: jax.vmap(_of_group, (None, 0))(w, x).sum()
     forward = jax.jit(of_chunk)
     backward = jax.jit(jax.grad(of_chunk))
 
-    def step(w: jax.Array, source: Made) -> tuple[jax.Array, jax.Array]:
+    def step(w: jax.Array, source: Source) -> tuple[jax.Array, jax.Array]:
         chunks = [range(i, i + _CHUNK) for i in range(0, source.n, _CHUNK)]
         total, gradient = jnp.zeros(()), jnp.zeros_like(w)
         for chunk in chunks:
@@ -88,7 +88,7 @@ def _by_hand(source: Made) -> tuple[Callable, Callable[[], Any]]:
     return step, lambda: source
 
 
-def _as_array(source: Made) -> tuple[Callable, Callable[[], Any]]:
+def _as_array(source: Source) -> tuple[Callable, Callable[[], Any]]:
     def array() -> np.ndarray:
         data = np.empty((source.n, _ROWS, _WIDTH), np.float32)
         for i in range(source.n):
@@ -105,7 +105,7 @@ _MAKE: dict[str, Callable] = dict(
 
 def measure(kind: str, n: int) -> dict[str, Any]:
     """Run one step in this process: its peak memory, reads, and seconds."""
-    source = Made(n)
+    source = Source(n)
     step, data = _MAKE[kind](source)
     w = jnp.full((_WIDTH, _WIDTH), 0.01)
     whole = data() if kind == "array" else None

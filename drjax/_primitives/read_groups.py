@@ -75,7 +75,7 @@ def _on_host(
     leaves = reader(first, first + count, slots, copies)
     if count < len(flat):
         leaves = [x[np.where(slot < count, slot, 0)] for x in leaves]
-    return [_packed(x, t, index.shape) for x, t in zip(leaves, types, strict=True)]
+    return [_to_send(x, t, index.shape) for x, t in zip(leaves, types, strict=True)]
 
 
 def _sent(t: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -88,7 +88,7 @@ def _sent(t: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((*t.shape, t.dtype.itemsize // 4), np.uint32)
 
 
-def _packed(
+def _to_send(
     x: np.ndarray, t: jax.ShapeDtypeStruct, shape: tuple[int, ...]
 ) -> np.ndarray:
     if _sent(t) is not t:
@@ -96,7 +96,7 @@ def _packed(
     return x.reshape((*shape, *x.shape[1:]))
 
 
-def _unpacked(x: Array, t: jax.ShapeDtypeStruct) -> Array:
+def _received(x: Array, t: jax.ShapeDtypeStruct) -> Array:
     if _sent(t) is t:
         return x
     if not np.issubdtype(t.dtype, np.complexfloating):
@@ -127,7 +127,7 @@ def _read(
             read, in_specs=spec, out_specs=spec, axis_names=others, check_vma=False
         )
     outs = read(number, index)
-    return [_unpacked(x, t) for x, t in zip(outs, types, strict=True)]
+    return [_received(x, t) for x, t in zip(outs, types, strict=True)]
 
 
 def _lower_on_host(

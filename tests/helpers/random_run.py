@@ -32,6 +32,7 @@ import drjax
 from drjax._planner.partitioning import consistency
 from drjax._planner.partitioning.kind import signature
 from drjax._planner.unbatching.rules import UNBATCHING_RULES
+from drjax.backends import Groups
 from drjax.backends.xla import reuse_accumulators
 from tests.helpers.interpreter import interpreted, stage_runner
 from tests.helpers.meshes import in_mesh
@@ -100,6 +101,11 @@ def check(program: Program) -> None:
                 result = reference.compile(plan)(*inputs)
             compare(program, result, want)
             _check_effects(program)
+            if program.seed % 8 == 1:
+                read = _as_groups(program, plan, inputs)
+                run = drjax.jit(fn, groups_per_step=program.step)
+                compare(program, run(*read), want)
+                _check_effects(program)
             if _file_too(program):
                 with tempfile.TemporaryDirectory() as folder:
                     loaded = saved(plan, Path(folder) / "plan.drjax")
@@ -200,6 +206,15 @@ def needs_types(program: Program, error: Exception) -> bool:
 
 def _reference_too(program: Program) -> bool:
     return program.mesh is None and program.runner == "drjax" and program.step != 2
+
+
+def _as_groups(program: Program, plan, inputs):
+    """The inputs, of which the partitioned ones are read group by group."""
+    leaves, tree = jax.tree.flatten(inputs)
+    return tree.unflatten(
+        Groups([*x]) if v.partitioned and v.axis == 0 else x
+        for v, x in zip(plan.inputs, leaves, strict=True)
+    )
 
 
 def _file_too(program: Program) -> bool:

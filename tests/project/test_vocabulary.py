@@ -107,6 +107,7 @@ TABLES = (
     "drjax/_error_texts.py",  # rows of data frames
     "drjax/_plan_file/encode.py",  # a key of the file format
     "drjax/_planner/unbatching/rules.py",  # row-major order
+    "drjax/engines/slices/arrow_columns.py",
     "drjax/engines/slices/parquet.py",
     "drjax/engines/slices/rows_by_key.py",
     "examples/reproductions/analytics.py",
