@@ -38,10 +38,10 @@ def brief(structure: object) -> str:
 
 
 _GROUPS = (
-    "Groups and Parquet are arguments of the function that an engine's compile "
-    "returns, as drjax.backends.in_process.compile(plan). Programs, jax.jit, drjax.jit,"
-    " make_plan and the xla and reference backends take arrays [n, ...], one slice for "
-    "each group: stack the groups' arrays, or plan for jax.ShapeDtypeStruct(s)"
+    "Groups and Parquet are arguments of what drjax.jit and an engine's compile "
+    "return, as drjax.backends.in_process.compile(plan). Programs, jax.jit, make_plan "
+    "and the xla and reference backends take arrays [n, ...], one slice for each "
+    "group: stack the groups' arrays, or plan for jax.ShapeDtypeStruct(s)"
 )
 _FRAME = (
     "A DataFrame is no array: pass arrays of its columns, such as "

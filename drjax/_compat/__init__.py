@@ -74,6 +74,7 @@ from drjax._compat.jaxprs import with_results as with_results
 from drjax._compat.jaxprs import without_consts as without_consts
 from drjax._compat.jaxprs import without_dead_code as without_dead_code
 from drjax._compat.jaxprs import without_name as without_name
+from drjax._compat.rule_registries import call_host as call_host
 from drjax._compat.rule_registries import current_block as current_block
 from drjax._compat.rule_registries import (
     lower_cached_function as lower_cached_function,

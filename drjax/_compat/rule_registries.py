@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax._src import core, source_info_util
+from jax._src import callback, core, source_info_util
 from jax._src.effects import partial_eval_kept_effects
 from jax._src.interpreters import ad, mlir
 from jax._src.interpreters import partial_eval as pe
@@ -267,6 +267,34 @@ def register_lowering_rule(
         return outs
 
     mlir.register_lowering(primitive, named, cacheable=False)
+
+
+def call_host(
+    ctx: mlir.LoweringRuleContext,
+    fn: Callable[..., tuple[Any, ...]],
+    operands: Sequence[Any],
+) -> Sequence[Any]:
+    """Emit a call of the host inside a lowering rule: numpy arrays in and out.
+
+    On a mesh, all axes are Manual or none is: then each device calls, or the first one.
+    Not `jax.pure_callback`, which copies the operands to a device of the CPU: where all
+    threads of the CPU's devices wait for each other, that waits forever.
+    """
+    in_avals: Any = ctx.avals_in
+    outs, *_ = callback.emit_python_callback(
+        ctx,
+        fn,
+        None,
+        list(operands),
+        in_avals,
+        ctx.avals_out,
+        has_side_effect=False,
+        returns_token=False,
+        sharding=callback._callback_op_sharding(
+            ctx.module_context.axis_context, None, ctx.avals_out
+        ),
+    )
+    return outs
 
 
 def lower_function(

@@ -10,6 +10,7 @@ them alive.
 import difflib
 import functools
 import inspect
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, overload
@@ -21,8 +22,10 @@ from drjax import _compat
 from drjax._api.program import Decorated
 from drjax._compat.types import Array, PyTree
 from drjax._context import resized
-from drjax._errors import DrjaxTypeError, DrjaxValueError
+from drjax._errors import DrjaxError, DrjaxTypeError, DrjaxValueError
+from drjax._jit import lazy_arguments
 from drjax._jit.jit_primitive import Options, plan_of, planned_p, trace, varying_axes
+from drjax._jit.lazy_arguments import Leaf
 from drjax._jit.tune import Tuned
 from drjax._planner.naming import argument_names, function_name
 from drjax._sharding.execute import vary
@@ -80,6 +83,11 @@ def jit(
     group. Derivatives of the result are planned too; `drjax.jit(jax.grad(f))` plans
     value and derivative together and is cheaper than `jax.grad(drjax.jit(f))`.
 
+    Data larger than memory: an argument whose values are all partitioned may be a
+    `drjax.backends.Groups` or `Parquet`, or have some in its pytree. Each chunk of
+    groups, on each device, reads its data when it runs, and a thread reads the next
+    one meanwhile; gradients read them again. The call then waits for its results.
+
     Args:
       fn: A program, or a function that calls programs over one partition, such as
         `jax.value_and_grad(program)` or a loop over rounds.
@@ -88,7 +96,8 @@ def jit(
         `"tune"`: as many as are fastest. The first call with arguments of new shapes,
         dtypes or shardings measures about six numbers for n = 100, ten for n = 10,000:
         each compiles the function, and runs it up to eleven times, with its effects.
-        Keep the result of `drjax.jit`, which remembers. Default: all.
+        Keep the result of `drjax.jit`, which remembers. Default: all; of `Groups`, as
+        many as have 16 MB of data.
       residuals: What a round needs of an earlier round's results in the groups:
         `"recompute"` (rematerialize) it, or `"store"` it for all groups. Results of
         equations with effects are stored, and states, from which a round's work starts:
@@ -100,7 +109,7 @@ def jit(
       **jit_kwargs: As for `jax.jit`: static_argnums, donate_argnums, in_shardings, ...
 
     Returns:
-      What `jax.jit` returns: call it, `.lower()` it, take its `jax.grad` or `vmap`.
+      As what `jax.jit` returns: call it, `.lower()` it, take its `jax.grad` or `vmap`.
       With `"tune"`, a function of arrays that has `.lower`, and no derivatives.
       As with `jax.jit`, compiled programs are cached by function and options, as long
       as the function lives: `drjax.jit(f)(x)` in a loop compiles once.
@@ -109,7 +118,8 @@ def jit(
       PlanError: (when called) the program has no plan; `jax.jit` still runs it.
       MeshError: (when called) the partition does not fit the mesh; or the call is
         inside a `jax.shard_map` over the partition's axes, where `jax.jit` runs it.
-      DrjaxValueError, DrjaxTypeError: A wrong option.
+      DrjaxValueError, DrjaxTypeError: A wrong option; or the data of one of `Groups`
+        cannot be read, or do not have the types of group 0.
 
     Example:
       >>> import drjax, jax, jax.numpy as jnp
@@ -119,6 +129,9 @@ def jit(
       >>> step = drjax.jit(jax.grad(mean_square), groups_per_step=10)
       >>> print(step(jnp.ones(1000))[:2])
       [0.002 0.002]
+      >>> data = drjax.backends.Groups([jnp.float32(i % 2) for i in range(1000)])
+      >>> print(drjax.jit(mean_square)(data))
+      0.5
 
     Source: Rush et al. 2024, sections 4 and 5.
     """
@@ -151,8 +164,52 @@ def jit(
         return Tuned(fn, compiled, groups.budget)
     rematerialize = None if residuals is None else residuals == "recompute"
     planned = _planned(fn, groups, rematerialize)
-    # Without its attributes: those of a `jax.jit` say what is traced and lowered.
-    return functools.update_wrapper(jax.jit(planned, **jit_kwargs), fn, updated=())
+    return _Jit(fn, jax.jit(planned, **jit_kwargs))
+
+
+class _Jit:
+    """A `jax.jit` that also takes `Groups` as arguments."""
+
+    __wrapped__: Callable
+
+    def __init__(self, fn: Callable, jitted: Any) -> None:
+        self._jitted = jitted
+        # Without its attributes: those of a `jax.jit` say what is traced and lowered.
+        functools.update_wrapper(self, fn, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._jitted(*args, **kwargs)
+        except DrjaxError:
+            # Raised by `Groups` where they are in the place of an array.
+            if not lazy_arguments.has_groups(args, kwargs):
+                raise
+        return lazy_arguments.run(self.__wrapped__, self._jitted, args, kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        return self._on_types(self._jitted.lower, args, kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        return self._on_types(self._jitted.trace, args, kwargs)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        return self._on_types(self._jitted.eval_shape, args, kwargs)
+
+    def _on_types(self, method: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if lazy_arguments.has_groups(args, kwargs):
+            args, kwargs = lazy_arguments.closed(self.__wrapped__, args, kwargs)
+        return method(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        return repr(self._jitted)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_jitted":  # as while it is unpickled
+            raise AttributeError(name)
+        return getattr(self._jitted, name)
 
 
 def _compiled(
@@ -205,9 +262,12 @@ class _Planned:
         """
         if resized.value is not None:  # traced for a plan: only its equations matter
             return self._fn()(*args, **kwargs)
+        args, kwargs = lazy_arguments.leaves_of((args, kwargs))
         flat_args, tree = jax.tree_util.tree_flatten((args, kwargs))
         # Other leaves are static: jax.jit has them in its key.
-        dynamic = [i for i, x in enumerate(flat_args) if _is_array(x)]
+        dynamic = [
+            i for i, x in enumerate(flat_args) if isinstance(x, jax.Array | Leaf)
+        ]
         fn, name = self._fn(), self.__name__
         out_tree: Any = None
 
@@ -222,16 +282,24 @@ class _Planned:
             return list(map(jnp.asarray, leaves))
 
         arrays = [flat_args[i] for i in dynamic]
-        avals = list(map(_compat.typeof, arrays))
+        avals = [x.aval if isinstance(x, Leaf) else _compat.typeof(x) for x in arrays]
         bound = is_bound()
         jaxpr, consts = trace(flat, avals, name, bound)
         names = argument_names(fn, args, kwargs)
-        operand_names = tuple(
-            [f"closure.{i}" for i in range(len(consts))] + [names[i] for i in dynamic]
+        operands: list[Any] = [*consts, *arrays]
+        operand_names = [f"closure.{i}" for i in range(len(consts))]
+        operand_names += [names[i] for i in dynamic]
+        groups = self._groups
+        if any(isinstance(x, Leaf) for x in arrays):
+            read = lazy_arguments.read_in(fn, jaxpr, operands, operand_names)
+            operands, operand_names = read.operands, read.names
+            jaxpr, _ = trace(read.fn, list(map(_compat.typeof, operands)), name, bound)
+            groups = read.groups_per_step() if groups is None else groups
+        options = Options(
+            name, tuple(operand_names), groups, self._rematerialize, bound
         )
-        options = Options(name, operand_names, self._groups, self._rematerialize, bound)
         plan = plan_of(jaxpr, options)  # raises PlanError here, not when it is lowered
-        operands = xla.on_mesh(plan, [*consts, *arrays])
+        operands = xla.on_mesh(plan, operands)
         # Outside the primitive, so that JAX sums the cotangents of what did not vary.
         axes = varying_axes([_compat.typeof(x) for x in operands])
         operands = [vary(x, axes) for x in operands]
@@ -269,7 +337,3 @@ def _unpickled(
 ) -> _Planned:
     """Make a `_Planned` that keeps its function alive, as nothing else does."""
     return _Planned(lambda: fn, groups, rematerialize)
-
-
-def _is_array(x: object) -> bool:
-    return isinstance(x, jax.Array)

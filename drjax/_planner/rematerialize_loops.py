@@ -63,6 +63,7 @@ from drjax._planner.partitioning.environment import Environment
 from drjax._planner.unbatching.rules import UNBATCHING_RULES
 from drjax._planner.work import COSTLY, PER_BYTE, bytes_of, operations
 from drjax._primitives.map_fn import eliminate_dead_code
+from drjax._primitives.read_groups import read_groups_p
 from drjax.primitives import broadcast_p, map_fn_p, partition_index_p, scatter_p
 
 
@@ -433,9 +434,9 @@ def _is_cheap(eqn: Eqn) -> bool:
     """Whether an equation may be evaluated in each step of a loop, to save memory.
 
     It has no effects, and costs little compared with the memory of its result: it is a
-    `broadcast`, `scatter`, `partition_index` or `iota`, or any primitive with an
-    unbatching rule, unless its name is in `COSTLY`. A `map_fn` or `jit` is cheap if
-    all equations of its jaxpr are.
+    `broadcast`, `scatter`, `partition_index`, `read_groups` or `iota`, or any primitive
+    with an unbatching rule, unless its name is in `COSTLY`. A `map_fn` or `jit` is
+    cheap if all equations of its jaxpr are.
     """
     name = eqn.primitive.name
     if eqn.effects or name in COSTLY:
@@ -443,9 +444,9 @@ def _is_cheap(eqn: Eqn) -> bool:
     if eqn.primitive is map_fn_p or name == "jit":
         # Inlining does not enter mapped functions, so calls remain in them.
         return all(map(_is_cheap, _compat.open_jaxpr(eqn.params["jaxpr"]).eqns))
-    return eqn.primitive in (broadcast_p, scatter_p, partition_index_p) or (
-        name in UNBATCHING_RULES or name == "iota"
-    )
+    # Data that the host reads may not fit in memory, so that they are read again.
+    inputs = (broadcast_p, scatter_p, partition_index_p, read_groups_p)
+    return eqn.primitive in inputs or (name in UNBATCHING_RULES or name == "iota")
 
 
 def _replace_scans(

@@ -33,6 +33,7 @@ from drjax._planner import rematerialize_loops, rematerialize_rounds
 from drjax._planner.partitioning import consistency
 from drjax._planner.partitioning.kind import signature
 from drjax._planner.unbatching.rules import UNBATCHING_RULES
+from drjax.backends import Groups
 from drjax.backends.xla import reuse_accumulators
 from drjax.backends.xla.chunked_stage import ChunkedStage
 from tests.helpers.exchanges import exchanges_of_large_programs
@@ -104,6 +105,11 @@ def check(program: Program) -> None:
                 result = reference.compile(plan)(*inputs)
             compare(program, result, want)
             _check_effects(program)
+            if program.seed % 8 == 1:
+                read = _as_groups(program, plan, inputs)
+                run = drjax.jit(fn, groups_per_step=program.step)
+                compare(program, run(*read), want)
+                _check_effects(program)
             if _file_too(program):
                 with tempfile.TemporaryDirectory() as folder:
                     loaded = saved(plan, Path(folder) / "plan.drjax")
@@ -237,6 +243,15 @@ def needs_types(program: Program, error: Exception) -> bool:
 
 def _reference_too(program: Program) -> bool:
     return program.mesh is None and program.runner == "drjax" and program.step != 2
+
+
+def _as_groups(program: Program, plan, inputs):
+    """The inputs, of which the partitioned ones are read group by group."""
+    leaves, tree = jax.tree.flatten(inputs)
+    return tree.unflatten(
+        Groups([*x]) if v.partitioned and v.axis == 0 else x
+        for v, x in zip(plan.inputs, leaves, strict=True)
+    )
 
 
 def _file_too(program: Program) -> bool:

@@ -107,7 +107,9 @@ TABLES = (
     "drjax/_error_texts.py",  # rows of data frames
     "drjax/_plan_file/encode.py",  # a key of the file format
     "drjax/_planner/unbatching/rules.py",  # row-major order
+    "drjax/engines/slices/arrow_columns.py",
     "drjax/engines/slices/parquet.py",
+    "drjax/engines/slices/rows_by_key.py",
     "examples/reproductions/analytics.py",
     "examples/common/",
     "examples/engines.py",
@@ -115,6 +117,7 @@ TABLES = (
     "experiments/",
     "tests/engines/beam/test_beam.py",
     "tests/engines/slices/test_parquet.py",
+    "tests/engines/slices/test_rows_by_key.py",
     "tests/engines/ray/test_ray.py",
     "tests/helpers/cases.py",
     "tests/helpers/conformance.py",

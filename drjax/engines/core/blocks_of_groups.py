@@ -20,7 +20,7 @@ import numpy as np
 
 from drjax._errors import DrjaxError, DrjaxValueError
 from drjax.engines.core.messages import Block
-from drjax.engines.slices.groups import Lazy
+from drjax.engines.slices.groups import Cursor, Lazy
 from drjax.engines.slices.slices import Slices
 
 LoadedBlock = tuple[Block, dict[int, str]]
@@ -43,14 +43,27 @@ def blocks_of_groups(
     # Several inputs may come from one source, as leaves of a pytree: it is read once.
     sources = {id(x.source): x.source for x in slices if x.source is not None}
     stop = start + len(alive)
-    items = {key: source.between(start, stop) for key, source in sources.items()}
+    cursors = {key: Cursor(source, start) for key, source in sources.items()}
+    items: dict[int, Iterator[Any]] = {}
     for low in range(start, stop, size):
         high = min(low + size, stop)
         known = alive[low - start : high - start]
-        read = {k: list(itertools.islice(x, high - low)) for k, x in items.items()}
-        failed = _failures(itertools.chain.from_iterable(read.values()))
         # int32 is the type of the group index for which stages are exported.
         groups = np.arange(high - low, dtype=np.int32) + np.int32(low)
+        batches = {} if items else _batches(cursors, high - low)
+        if batches is not None and not items:
+            arrays = [
+                x.of_batch(batches[id(x.source)])
+                if isinstance(x, Lazy)
+                else x.block(low, high)
+                for x in slices
+            ]
+            yield Block(groups, known.copy(), arrays), {}
+            continue
+        # From here on one by one, which tells the groups that cannot be read.
+        items = items or {k: x.between(low, stop) for k, x in sources.items()}
+        read = {k: list(itertools.islice(x, high - low)) for k, x in items.items()}
+        failed = _failures(itertools.chain.from_iterable(read.values()))
         valid = known & ~np.isin(groups, list(failed))
         leaves = {k: _that_count(part, valid) for k, part in read.items()}
         arrays = [x.block(low, high, leaves.get(id(x.source), ())) for x in slices]
@@ -60,6 +73,19 @@ def blocks_of_groups(
         yield Block(groups, valid, arrays), news
     for item in items.values():
         next(item, None)  # too many groups are an error
+
+
+def _batches(
+    cursors: dict[int, Cursor], count: int
+) -> dict[int, list[np.ndarray]] | None:
+    """Read the next groups of all sources at once; None: some only one by one."""
+    batches = {}
+    for key, cursor in cursors.items():
+        batch = cursor.batch(count)
+        if batch is None:
+            return None
+        batches[key] = batch
+    return batches
 
 
 def block_of_pairs(

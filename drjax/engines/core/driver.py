@@ -52,7 +52,7 @@ from drjax.engines.slices.coordinates import (
     slices_of_whole,
     whole_of_slices,
 )
-from drjax.engines.slices.groups import flat_slices
+from drjax.engines.slices.groups import Groups, Lazy, flat_slices
 from drjax.engines.slices.kept import check_plan
 from drjax.engines.slices.slices import as_slices, in_steps, read_if_lazy
 from drjax.plan import (
@@ -124,6 +124,11 @@ class Runner:
         self._sizes: dict[tuple, BlockSize] = {}  # by index of the stage, and n
         self.report = Report()
         self.engine_cache: dict[str, Any] = {}
+        self._named: list[Groups] = []  # whose data the latest call reads
+
+    def name_of(self, group: int) -> str:
+        """Return what the data of the latest call name a group; empty: nothing."""
+        return next(filter(None, (x.name_of(group) for x in self._named)), "")
 
     @property
     def file(self) -> File:
@@ -136,6 +141,7 @@ class Runner:
             args, kwargs, handles = self.kept.open(args, kwargs)
             plan = for_arguments(self.plan, args, kwargs)
             inputs = flat_slices(plan, args, kwargs)
+            self._named = [x.source.groups for x in inputs if isinstance(x, Lazy)]
             with self._checkpoint(inputs, plan.size) as saved:
                 self.report = Report()
                 self.report.resumed = saved.resumed
@@ -525,6 +531,8 @@ class _Call:
         To drop it sets `self.alive` to False for the group, and puts the reason into
         `self.report.dropped`. The option `on_error` decides.
         """
+        name = self.runner.name_of(group)
+        why = f"{name}: {why}" if name else why
         if self.options.on_error == "raise":
             raise self._error(stage, location, why, group)
         self.alive[group] = False

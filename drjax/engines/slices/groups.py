@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from drjax._compat.types import Array, PyTree
+from drjax._compat.types import Array, PyTree, PyTreeDef
 from drjax._error_texts import no_groups, where_it_goes
 from drjax._errors import DrjaxError, DrjaxTypeError, DrjaxValueError, EngineError
 from drjax._jaxprs.prng_keys import is_key, to_raw
@@ -45,8 +45,8 @@ class Indexed(Protocol):  # items that are read one by one
 class Groups:
     """The data of all groups as an argument of a planned function: one pytree a group.
 
-    Pass it to the function that an engine's `compile` returns, in place of the argument
-    with arrays `[n, ...]`.
+    Pass it to the function that `drjax.jit` or an engine's `compile` returns, in place
+    of the argument with arrays `[n, ...]`.
 
     Args:
       items: The pytrees of the n groups, in the order of group indices. The pytree of
@@ -85,6 +85,79 @@ class Groups:
             )
         self.items = items
 
+    @classmethod
+    def from_batches(cls, read: Callable[[slice], Any], n: int) -> "Groups":
+        """Make `Groups` whose data are read for many groups at once: for tiny groups.
+
+        Args:
+          read: A function from a `slice` of k group indices to the data of these
+            groups: a pytree of arrays `[k, ...]`, as `dataset[index]`. Each round that
+            needs the data calls it for all groups, in parts.
+          n: The number of groups.
+
+        Returns:
+          `Groups`, for what `drjax.jit` and the `compile` of an engine return. Where
+          `read` raises for several groups, it is called for each of them alone.
+
+        Raises:
+          DrjaxTypeError: `read` is no function.
+
+        Example:
+          >>> import drjax, numpy as np
+          >>> data = np.arange(1000, dtype=np.float32)
+          >>> groups = drjax.backends.Groups.from_batches(lambda i: data[i], 1000)
+          >>> mean = drjax.program(clients=1000)(drjax.reduce_mean)
+          >>> print(drjax.jit(mean)(groups))
+          499.5
+        """
+        if not callable(read):
+            raise DrjaxTypeError(
+                "Groups.from_batches needs a function of a slice of group indices, "
+                f"such as dataset.__getitem__, got {type(read).__name__}."
+            )
+        return cls(Batches(read, n))
+
+    @classmethod
+    def by_key(
+        cls, table: Any, key: str, columns: Callable[[Any], Any] | None = None
+    ) -> "Groups":
+        """Make `Groups` of the examples of a table that have equal keys.
+
+        Groups are in the order of their keys, and the examples of a group in the order
+        of the table. Errors and reports name a group by its key. Needs pyarrow.
+
+        Args:
+          table: An Arrow table, as of `pyarrow.parquet.read_table(file,
+            memory_map=True)`; a DataFrame, or a dict of columns. Only the examples of
+            a group that is read are copied.
+          key: The name of the column of keys.
+          columns: A function from the dict of a group's columns, arrays
+            `[examples, ...]`, to the group's pytree. Groups have different numbers of
+            examples: it pads, or samples. Default: the dict.
+
+        Returns:
+          `Groups`, for what `drjax.jit` and the `compile` of an engine return.
+
+        Raises:
+          DrjaxTypeError: It is no table.
+          DrjaxValueError: It has no such column, or examples without a key.
+
+        Example:
+          >>> import drjax, numpy as np
+          >>> table = {"client": ["b", "a", "b", "a"], "x": np.float32([1, 2, 3, 4])}
+          >>> mean = drjax.program(clients=2)(lambda d: drjax.reduce_max(d["x"]))
+          >>> print(drjax.jit(mean)(drjax.backends.Groups.by_key(table, "client")))
+          [2. 4.]
+        """
+        from drjax.engines.slices import rows_by_key as keyed
+
+        return cls(keyed.RowsByKey(table, key, columns))
+
+    def name_of(self, group: int) -> str:
+        """Return what the data call a group, for errors and reports; empty: nothing."""
+        items: Any = getattr(self, "items", None)
+        return items.name_of(group) if hasattr(items, "name_of") else ""
+
     @property
     def dtype(self) -> Any:
         """Groups have none. JAX asks for it when they are in the place of an array."""
@@ -107,6 +180,15 @@ class Groups:
             return _Indexed(items, group)
         return itertools.islice(items, group, None)
 
+    def cursor(self, group: int) -> "BatchCursor | None":
+        """Return what reads many groups at once, from the one with index `group`.
+
+        Returns:
+          None: the groups can be read one by one only.
+        """
+        items = getattr(self, "items", None)
+        return _CursorOfBatches(items, group) if isinstance(items, Batches) else None
+
     def bounds(self) -> list[int] | None:
         """Return the bounds of ranges of groups that workers read without the driver.
 
@@ -127,6 +209,35 @@ class Groups:
     def identity(self) -> str:
         """Return text that identifies the data, for fingerprints; empty if unknown."""
         return ""
+
+
+class BatchCursor(Protocol):
+    """It reads groups in their order, many at once."""
+
+    def take(self, count: int, /) -> PyTree:
+        """Read the next groups: a pytree of arrays `[count, ...]`."""
+
+
+class Batches:
+    """A sequence of the groups' data, from a function that reads many at once."""
+
+    def __init__(self, read: Callable[[slice], Any], n: int):
+        self.read, self._n = read, n
+
+    def __len__(self) -> int:
+        return self._n
+
+    def __getitem__(self, index: int, /) -> PyTree:
+        return jax.tree.map(lambda x: x[0], self.read(slice(index, index + 1)))
+
+
+class _CursorOfBatches:
+    def __init__(self, batches: Batches, group: int):
+        self._batches, self._next = batches, group
+
+    def take(self, count: int, /) -> PyTree:
+        self._next += count
+        return self._batches.read(slice(self._next - count, self._next))
 
 
 class _Indexed(Iterator):
@@ -215,6 +326,10 @@ class Lazy(Slices):
             return np.zeros(len(slices))  # no group takes part
         return np.stack([example if part is None else part for part in slices])
 
+    def of_batch(self, leaves: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the slices of c groups, `[c, ...]`, of leaves that are stacked."""
+        return leaves[self.leaf][(slice(None), *self.steps)]
+
     def _slice_of(self, leaves: list[np.ndarray]) -> np.ndarray:
         """Select a group's slice from the leaves of its pytree; in scans of a step."""
         if isinstance(self.source.groups, Remote):
@@ -262,9 +377,11 @@ class Source:
     ):
         self.groups, self.values, self.n = groups, values, n
         self.wide = any(value.dtype in WIDE for value in values)
-        # Bounds are known without data, so that a wrong number of groups fails early.
-        if (bounds := groups.bounds()) is not None and bounds[-1] != n:
-            raise DrjaxValueError(f"The plan is for {n} groups, got {bounds[-1]}.")
+        # Known without data, so that a wrong number of groups fails early. What reads
+        # many at once does not see that there are more.
+        known = groups.bounds() is not None or groups.cursor(0) is not None
+        if known and groups.count() != n:
+            raise DrjaxValueError(f"The plan is for {n} groups, got {groups.count()}.")
         self.node, self._tree = pytrees.describe(tree), tree
 
     def __getstate__(self) -> dict[str, Any]:
@@ -330,17 +447,18 @@ class Source:
             )
         raise EngineError(why, group=group) from error
 
-    def leaves(self, item: PyTree) -> list[np.ndarray]:
+    def leaves(self, item: PyTree, *stack: int) -> list[np.ndarray]:
         """Validate the pytree of one group against the plan, and flatten it.
 
         Random keys become key data. An item that is a `DrjaxError` (the data could not
-        be read) is raised.
+        be read) is raised. With a number as `stack` it is that of so many groups, whose
+        leaves have this leading axis.
         """
         # Workers may have another setting than the driver; the plan decides.
         with jax.enable_x64(self.wide or bool(jax.config.read("jax_enable_x64"))):
-            return self._leaves(item)
+            return self._leaves(item, stack)
 
-    def _leaves(self, item: PyTree) -> list[np.ndarray]:
+    def _leaves(self, item: PyTree, stack: tuple[int, ...]) -> list[np.ndarray]:
         """As `leaves`, under the x64 setting of the plan.
 
         If the pytree has the structure of the plan but other classes, as with a loaded
@@ -357,14 +475,66 @@ class Source:
         arrays = []
         for value, leaf in zip(self.values, leaves, strict=True):
             array = _uncast(value, leaf)
-            if array.shape != value.shape or array.dtype != value.dtype:
-                fix = f": convert it to {value.dtype}" * (array.shape == value.shape)
+            shape = (*stack, *value.shape)
+            if array.shape != shape or array.dtype != value.dtype:
+                fix = f": convert it to {value.dtype}" * (array.shape == shape)
                 raise DrjaxValueError(
                     f"its {value.name} is {array.dtype}{[*array.shape]}, but the plan "
-                    f"is for {value.dtype}{[*value.shape]}{fix}"
+                    f"is for {value.dtype}{[*shape]}{fix}"
                 )
             arrays.append(np.asarray(to_raw(array)))
         return arrays
+
+
+class Cursor:
+    """Reads the groups of a `Source` in their order, from index `start` on."""
+
+    def __init__(self, source: Source, start: int):
+        self._source, self._next = source, start
+        self._batches = source.groups.cursor(start)
+        self._items: Any = None
+
+    def batch(self, count: int) -> list[np.ndarray] | None:
+        """Read the next groups at once: the leaves of their data, `[count, *s]`.
+
+        None: they can only be read one by one, and so can all later ones.
+        """
+        if self._batches is None:
+            return None
+        try:
+            leaves = self._source.leaves(self._batches.take(count), count)
+        except Exception:  # one by one, it is that of a group
+            self._batches = None
+            return None
+        self._next += count
+        return leaves
+
+    def take(self, count: int) -> list[np.ndarray]:
+        """Read the next groups: the leaves of their data, `[count, *s]`.
+
+        A group that cannot be read is an error.
+        """
+        leaves = self.batch(count)
+        if leaves is not None:
+            return leaves
+        source, n = self._source, self._source.n
+        if self._items is None:
+            self._items = source.between(self._next, n)
+        stacks: list[np.ndarray] = []
+        for i, (group, own) in enumerate(itertools.islice(self._items, count)):
+            if isinstance(own, DrjaxError):
+                name = source.groups.name_of(group)
+                who = f"Group {group} ({name})" if name else f"Group {group}"
+                raise type(own)(f"{who}: {own}") from own
+            # One array for all, so that a group's own is not needed any more.
+            if not stacks:
+                stacks = [np.empty((count, *x.shape), x.dtype) for x in own]
+            for stack, leaf in zip(stacks, own, strict=True):
+                stack[i] = leaf
+        self._next += count
+        if self._next == n:
+            next(self._items, None)  # it raises if there are more groups
+        return stacks
 
 
 def _uncast(value: Value, leaf: object) -> Any:
@@ -451,3 +621,21 @@ def _lazy(plan: Plan, x: PyTree, positions: PyTree) -> PyTree:
     # One `Lazy` for each leaf, all of one source, so that items are read once.
     leaves = [Lazy(source, i, v, plan.size) for i, v in enumerate(values)]
     return tree.unflatten(leaves)
+
+
+def like_the_first(groups: Groups, name: str, n: int) -> tuple[Source, PyTreeDef]:
+    """Make the source of a `Groups` whose types no plan gives: those of group 0.
+
+    `name` is that of the argument. The other result is the structure of the data of a
+    group. A `DrjaxError` if group 0 has no types of JAX.
+    """
+    item = next(groups.starting(0), None)
+    paths, tree = jax.tree_util.tree_flatten_with_path(item)
+    values = []
+    for path, leaf in paths:
+        value = Value(name + jax.tree_util.keystr(path), (), None, (), 0)
+        x: Any = as_array(_uncast(value, leaf))
+        values.append(replace(value, shape=x.shape, dtype=x.dtype, nbytes=x.nbytes))
+    source = Source(groups, tree, values, n)
+    source.leaves(item)  # it raises if the dtypes are not those of JAX
+    return source, tree

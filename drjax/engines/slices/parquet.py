@@ -12,7 +12,6 @@ lists are slow to read.
 
 import bisect
 import itertools
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeAlias
@@ -24,13 +23,10 @@ from drjax import _storage
 from drjax._compat.types import PyTree
 from drjax._errors import DrjaxValueError
 from drjax._extras import needed
+from drjax.engines.slices.arrow_columns import cells, plain
 from drjax.engines.slices.groups import Groups
 
-# Of pyarrow, which users may lack. A plain column has values and lists, nested to any
-# depth: no dictionaries, no extension types.
-RecordBatch: TypeAlias = Any
-Column: TypeAlias = Any  # a `pyarrow.Array`
-DataType: TypeAlias = Any
+RecordBatch: TypeAlias = Any  # of pyarrow, which users may lack
 
 
 class Parquet(Groups):
@@ -127,6 +123,31 @@ class Parquet(Groups):
             rows = self._rows(path, part, end - first)
             yield from itertools.islice(rows, max(0, group - first), None)
 
+    def cursor(self, group: int) -> "_RowCursor | None":
+        return _RowCursor(self, group) if self.columns is None else None
+
+    def batches(self, group: int, size: int) -> Iterator[dict[str, np.ndarray]]:
+        """Iterate over columns of the rows from `group` on, of `size` rows or fewer.
+
+        A column whose lists differ in length, or that has nulls, raises a `ValueError`.
+        """
+        i = bisect.bisect_right(self._bounds, group) - 1
+        for path, part, first in self._parts[i:]:
+            skip = max(0, group - first)
+            system, name = _storage.file_system_of(path)
+            with self._reader.ParquetFile(name, filesystem=system) as file:
+                for batch in file.iter_batches(size, row_groups=[part]):
+                    rows, skip = batch[skip:], max(0, skip - batch.num_rows)
+                    columns = _Columns(rows)
+                    arrays: dict[str, np.ndarray] = {}
+                    for key in columns.names:
+                        values = columns.cells(key)
+                        if isinstance(values, list):
+                            raise ValueError(f"the rows of {key} differ in shape")
+                        arrays[key] = values
+                    if rows.num_rows:
+                        yield arrays
+
     def _rows(self, path: str, part: int, count: int) -> Iterator[PyTree]:
         """Read one row group of a Parquet file lazily; each row is a group's pytree.
 
@@ -167,6 +188,30 @@ class Parquet(Groups):
             return DrjaxValueError(text)
 
 
+class _RowCursor:
+    """Reads many rows at once: columns straight to arrays."""
+
+    def __init__(self, groups: Parquet, group: int):
+        self._groups, self._next = groups, group
+        self._batches: Iterator[dict[str, np.ndarray]] | None = None
+        self._rest: dict[str, np.ndarray] = {}
+
+    def take(self, count: int, /) -> PyTree:
+        if self._batches is None:
+            self._batches = self._groups.batches(self._next, count)
+        parts, missing = [], count
+        while missing:
+            batch = self._rest or next(self._batches)
+            parts.append({name: x[:missing] for name, x in batch.items()})
+            more = min(missing, len(next(iter(batch.values()))))
+            self._rest = {name: x[more:] for name, x in batch.items() if len(x) > more}
+            missing -= more
+        whole = parts[0]
+        if len(parts) > 1:
+            whole = {k: np.concatenate([part[k] for part in parts]) for k in parts[0]}
+        return whole if len(whole) > 1 else next(iter(whole.values()))
+
+
 def _parquet() -> Any:
     """Import and return the module `pyarrow.parquet`."""
     return needed("pyarrow.parquet", "ray", "Reading Parquet files")
@@ -180,11 +225,11 @@ class _Columns:
         self._decoded: dict[str, Any] = {}
 
     def cells(self, name: str) -> np.ndarray | list[np.ndarray]:
-        """Return the values of a column as numpy: `_cells`, computed once."""
+        """Return the values of a column as numpy, computed once."""
         if name not in self._decoded:
             # By position, as a table may have two columns of one name: the last counts.
             last = len(self.names) - 1 - self.names[::-1].index(name)
-            self._decoded[name] = _cells(_plain(self._batch.columns[last]))
+            self._decoded[name] = cells(plain(self._batch.columns[last]))
         return self._decoded[name]
 
 
@@ -232,117 +277,3 @@ _UNREAD = object()
 def _as_dict(x: PyTree) -> PyTree:
     """Return a row as a dict, and anything else as it is."""
     return dict(x) if isinstance(x, _Row) else x
-
-
-def _plain(column: Column) -> Column:
-    """Convert a column to plain values and lists: no dictionaries, no extensions.
-
-    Categories are decoded. Extension types are read as their storage: the arrays of
-    Hugging Face are lists, and so are tensors, whose shape is restored.
-    """
-    kind, arrow = column.type, needed("pyarrow", "ray", "Reading Parquet files")
-    if arrow.types.is_dictionary(kind):
-        return _plain(column.dictionary_decode())
-    if isinstance(kind, arrow.BaseExtensionType):
-        plain = _plain(column.storage)
-        if isinstance(kind, arrow.FixedShapeTensorType):
-            order = kind.permutation or range(len(kind.shape))
-            if [*order] != [*range(len(kind.shape))]:
-                raise ValueError(f"a tensor column with permuted dimensions {order}")
-            return _in_lists(plain, [*kind.shape][1:])
-        return plain
-    if not hasattr(kind, "value_field") or not hasattr(kind, "value_type"):
-        return column
-    values = _plain(column.values)
-    if hasattr(kind, "list_size"):
-        values = _of_its_lists(column, values)
-        return type(column).from_arrays(values, kind.list_size, **_nulls(column))
-    return type(column).from_arrays(column.offsets, values, **_nulls(column))
-
-
-def _of_its_lists(column: Column, values: Column) -> Column:
-    """Slice the values of lists of one size as their column is a slice of another."""
-    size = column.type.list_size
-    first = column.offset * size
-    return values[first : first + len(column) * size]
-
-
-def _nulls(column: Column) -> dict[str, Any]:
-    return {"mask": column.is_null()} if column.null_count else {}
-
-
-def _in_lists(column: Column, sizes: list[int]) -> Column:
-    """Split the lists of a column into lists of lists, of these sizes."""
-    if not sizes:
-        return column
-    arrow = needed("pyarrow", "ray", "Reading Parquet files")
-    inner = _of_its_lists(column, column.values)
-    for extent in reversed(sizes):
-        inner = arrow.FixedSizeListArray.from_arrays(inner, extent)
-    outer = column.type.list_size // math.prod(sizes)
-    return arrow.FixedSizeListArray.from_arrays(inner, outer, **_nulls(column))
-
-
-def _cells(column: Column) -> np.ndarray | list[np.ndarray]:
-    """Convert a plain column of an Arrow table to numpy: one value for each row.
-
-    The values are an array `[rows, ...]`; or a list with one array for each row, if
-    lists differ in length or the column has nulls.
-    """
-    part = column
-    while hasattr(part.type, "value_type"):
-        lengths = part.value_lengths()
-        # Ragged lists have no shape: each is an array of its own.
-        # `flatten` leaves null lists out: values after them would move up by a row.
-        if part.null_count or len(lengths.unique()) > 1:
-            return _one_by_one(column)
-        part = part.flatten()
-    return _one_by_one(column) if part.null_count else _array(column)
-
-
-def _one_by_one(column: Column) -> list[np.ndarray]:
-    """Convert a column of an Arrow table to a list: one numpy array for each row.
-
-    A value with nulls, and one whose lists differ in length, is an array of dtype
-    object, which fits no plan.
-    """
-    arrow_type = column.type
-    while hasattr(arrow_type, "value_type"):
-        arrow_type = arrow_type.value_type
-    # Slow, but only where lists differ in length or have nulls.
-    return [_row_to_numpy(value, arrow_type) for value in column.to_pylist()]
-
-
-def _row_to_numpy(value: object, arrow_type: DataType) -> np.ndarray:
-    """Convert one row's value of an Arrow column, as of `to_pylist`, to numpy.
-
-    If the value is None, has a None, or has lists that differ in length, the array has
-    dtype object, which fits no plan, so that this group alone fails. `arrow_type` is
-    that of the innermost values.
-    """
-    try:
-        x = np.asarray(value)
-    except ValueError:
-        # Its lists differ in length. This group alone must fail: an error would be
-        # that of all rows of the row group.
-        return np.array(None, object)
-    # Python numbers have no width: numpy reads them as int64 and float64.
-    return x if x.dtype == object else x.astype(arrow_type.to_pandas_dtype())
-
-
-def _array(column: Column) -> np.ndarray:
-    """Convert a column of an Arrow table to one numpy array `[rows, ...]`.
-
-    It creates no Python object for each number. The column is plain, without nulls, and
-    all lists of one depth have the same length.
-    """
-    rows = count = len(column)
-    shape = []
-    while hasattr(column.type, "value_type"):  # lists, of one length
-        column = column.flatten()
-        shape.append(len(column) // max(1, count))
-        count = len(column)
-    # Arrow stores bools as bits, which numpy cannot view without a copy.
-    flat = column.to_numpy(zero_copy_only=False)
-    # Not from the length of `flat`: of empty lists it is 0, however many there are.
-    return flat.reshape(rows, *shape)

@@ -1,0 +1,157 @@
+"""Data larger than memory: the peak memory of a process for growing data.
+
+    python -m benchmarks.out_of_core --out benchmarks/results
+
+Each row is a process of its own, which takes one step of gradient descent on a model of
+256 kB for groups of 1 MB of data, that are made when they are read: `drjax.jit` gets
+them as `Groups`, or as one array, or the hand-written loop reads, computes and adds up
+one chunk after the other, by `jax.jit` of the gradient of a chunk. Two rounds read the
+data: the loss of a mean is not linear.
+
+Groups read are those of a step; one more is for the types of the first group. CPU
+seconds are those of a step that is compiled already. They have the time to make the
+data, but of an array, which exists before. The machine may be shared: compare within a
+run, and only what is far apart.
+"""
+
+import argparse
+import itertools
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import drjax
+from benchmarks.report import table
+from drjax.backends import Groups
+
+_ROWS, _WIDTH = 1024, 256  # of the data of a group: 1 MB
+_CHUNK = 4  # groups at once
+_SIZES = (64, 512, 2048)  # groups, and MB
+_ARRAY = 512  # more would need several GB
+_KINDS = ("Groups", "hand-written loop", "array")
+
+
+class Source:
+    """The data of the groups, made when they are read."""
+
+    def __init__(self, n: int):
+        self.n, self.reads = n, 0
+        self._base = np.random.default_rng(0).normal(size=(_ROWS, _WIDTH))
+        self._base = self._base.astype(np.float32)
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        self.reads += 1
+        return self._base * np.float32(1 + i / self.n)
+
+
+def _of_group(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+
+def _planned(source: Source) -> tuple[Callable, Callable[[], Any]]:
+    @drjax.program(clients=source.n)
+    def loss(w, data):
+        losses = drjax.map_fn(_of_group, (drjax.broadcast(w), data))
+        return jnp.log(drjax.reduce_mean(losses))
+
+    step = drjax.jit(jax.value_and_grad(loss), groups_per_step=_CHUNK)
+    return step, lambda: Groups(source)
+
+
+def _by_hand(source: Source) -> tuple[Callable, Callable[[], Any]]:
+    of_chunk = lambda w, x: jax.vmap(_of_group, (None, 0))(w, x).sum()
+    forward = jax.jit(of_chunk)
+    backward = jax.jit(jax.grad(of_chunk))
+
+    def step(w: jax.Array, source: Source) -> tuple[jax.Array, jax.Array]:
+        chunks = [range(i, i + _CHUNK) for i in range(0, source.n, _CHUNK)]
+        total, gradient = jnp.zeros(()), jnp.zeros_like(w)
+        for chunk in chunks:
+            total += forward(w, np.stack([source[i] for i in chunk]))
+        for chunk in chunks:
+            gradient += backward(w, np.stack([source[i] for i in chunk]))
+            gradient.block_until_ready()  # or all chunks would wait in memory
+        return jnp.log(total / source.n), gradient / total
+
+    return step, lambda: source
+
+
+def _as_array(source: Source) -> tuple[Callable, Callable[[], Any]]:
+    def array() -> np.ndarray:
+        data = np.empty((source.n, _ROWS, _WIDTH), np.float32)
+        for i in range(source.n):
+            data[i] = source[i]
+        return data
+
+    return _planned(source)[0], array
+
+
+_MAKE: dict[str, Callable] = dict(
+    zip(_KINDS, (_planned, _by_hand, _as_array), strict=True)
+)
+
+
+def measure(kind: str, n: int) -> dict[str, Any]:
+    """Run one step in this process: its peak memory, reads, and seconds."""
+    source = Source(n)
+    step, data = _MAKE[kind](source)
+    w = jnp.full((_WIDTH, _WIDTH), 0.01)
+    whole = data() if kind == "array" else None
+    jax.block_until_ready(step(w, data() if whole is None else whole))
+    source.reads, start = 0, time.process_time()
+    out = step(w, data() if whole is None else whole)
+    value, gradient = jax.block_until_ready(out)
+    return {
+        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "reads": source.reads,
+        "seconds": time.process_time() - start,
+        "value": float(value),
+        "norm": float(jnp.linalg.norm(gradient)),
+    }
+
+
+def _in_process(kind: str, n: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.out_of_core", "--one", kind, str(n)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Print the table, and write it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--one", nargs=2)
+    options = parser.parse_args()
+    if options.one:
+        kind, n = options.one
+        print(json.dumps(measure(kind, int(n))))
+        return
+    columns = ["data", "given as", "peak MB", "groups read", "CPU seconds", "loss"]
+    rows = []
+    for n, kind in itertools.product(_SIZES, _KINDS):
+        if kind == "array" and n > _ARRAY:
+            continue
+        row = _in_process(kind, n)
+        counts = [f"{row['peak']:.0f}", f"{row['reads']:,}", f"{row['seconds']:.1f}"]
+        rows.append([f"{n} MB", kind, *counts, f"{row['value']:.6f}"])
+        print(*rows[-1], sep=", ", flush=True)
+    text = f"JAX {jax.__version__}, CPU.\n\n{table(columns, rows)}\n"
+    if options.out:
+        path = options.out / f"out-of-core-jax-{jax.__version__}.md"
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

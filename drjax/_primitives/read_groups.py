@@ -1,0 +1,173 @@
+"""The primitive `read_groups`: a group's data, which the host reads when it runs.
+
+Input: the number of a reader, int32 `[]`, and the index of a group, int32 `[]`; under a
+vmap, those of k groups, `[k]`. Output: the leaves of the group's data, `[*s]` or
+`[k, *s]`. `slots` is how many groups each device has, so that readers know where the
+groups of another device begin.
+
+A program that reads the data of its groups has them in no operand: they are work of
+each group. So a loop over chunks of groups holds those of a chunk, and a backward pass
+that rematerializes reads them again.
+
+Invariants: pure, as a reader gives the same data each time. No derivative rule, as its
+operands are integers. Sharp edges: on the host, readers are found by their number in
+`READERS`, while the compiled program has the number only: it is the same program for
+other data of these types.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import batching
+from jax.interpreters.mlir import LoweringRuleContext
+from jax.sharding import PartitionSpec
+
+from drjax import _compat
+from drjax._compat.types import Array, Aval
+from drjax._errors import EngineError
+from drjax._primitives import registration
+
+read_groups_p = registration.new_primitive("read_groups", multiple_results=True)
+# The same in the code of a device, at the end: the call of the host.
+on_host_p = registration.new_primitive("read_groups_on_host", multiple_results=True)
+
+# `reader(low, high, slots, copies)` reads the groups from `low` to before `high`, the
+# leaves `[high - low, *s]`, for a device that has `slots` groups, and for others that
+# have the same: `copies` of them.
+Reader = Callable[[int, int, int, int], Sequence[np.ndarray]]
+READERS: dict[int, Reader] = {}
+_WIDE = {"float64", "int64", "uint64", "complex128"}
+
+
+def _types_of(
+    index: Any, types: Iterable[jax.ShapeDtypeStruct]
+) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct((*index.shape, *t.shape), t.dtype) for t in types]
+
+
+def _on_host(
+    number: Any,
+    index: Any,
+    *,
+    types: tuple[jax.ShapeDtypeStruct, ...],
+    slots: int,
+    copies: int,
+) -> list[np.ndarray]:
+    """Read the groups of a chunk, which are consecutive but for slots of padding."""
+    index = np.asarray(index)
+    if not index.size:
+        return [np.zeros(t.shape, t.dtype) for t in _types_of(index, map(_sent, types))]
+    reader = READERS.get(int(np.ravel(number)[0]))
+    if reader is None:
+        raise EngineError(
+            "The Groups whose data a program reads were deleted before it ran. Keep a "
+            "reference to them until you have its results."
+        )
+    flat, first = index.ravel(), int(index.flat[0])
+    slot = np.arange(len(flat))
+    # Padding, which is last, has another group's data: here that of the first.
+    own = flat - first == slot
+    count = len(flat) if own.all() else int(np.argmin(own))
+    leaves = reader(first, first + count, slots, copies)
+    if count < len(flat):
+        leaves = [x[np.where(slot < count, slot, 0)] for x in leaves]
+    return [_to_send(x, t, index.shape) for x, t in zip(leaves, types, strict=True)]
+
+
+def _sent(t: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The type as which the host sends it: 64 bits as uint32, at the end.
+
+    JAX would cast what the host sends to 32 bits in a thread where x64 is not enabled.
+    """
+    if t.dtype.name not in _WIDE:
+        return t
+    return jax.ShapeDtypeStruct((*t.shape, t.dtype.itemsize // 4), np.uint32)
+
+
+def _to_send(
+    x: np.ndarray, t: jax.ShapeDtypeStruct, shape: tuple[int, ...]
+) -> np.ndarray:
+    if _sent(t) is not t:
+        x = np.ascontiguousarray(x).reshape(*x.shape, 1).view(np.uint32)
+    return x.reshape((*shape, *x.shape[1:]))
+
+
+def _received(x: Array, t: jax.ShapeDtypeStruct) -> Array:
+    if _sent(t) is t:
+        return x
+    if not np.issubdtype(t.dtype, np.complexfloating):
+        return jax.lax.bitcast_convert_type(x, t.dtype)
+    parts = jax.lax.bitcast_convert_type(x.reshape(*x.shape[:-1], 2, 2), np.float64)
+    return jax.lax.complex(parts[..., 0], parts[..., 1])
+
+
+def _read(
+    number: Array,
+    index: Array,
+    *,
+    types: tuple[jax.ShapeDtypeStruct, ...],
+    slots: int,
+) -> list[Array]:
+    # JAX calls the host where all axes of the mesh are Manual, or none is.
+    mesh = jax.sharding.get_abstract_mesh()
+    others = {a for a in mesh.axis_names if a not in mesh.manual_axes}
+    copies = math.prod(mesh.shape[a] for a in others) if mesh.manual_axes else 1
+    params = {"types": types, "slots": slots, "copies": copies}
+
+    def read(number: Array, index: Array) -> list[Array]:
+        return on_host_p.bind(number, index, **params)
+
+    if mesh.manual_axes and others:
+        spec = PartitionSpec()
+        read = jax.shard_map(
+            read, in_specs=spec, out_specs=spec, axis_names=others, check_vma=False
+        )
+    outs = read(number, index)
+    return [_received(x, t) for x, t in zip(outs, types, strict=True)]
+
+
+def _lower_on_host(
+    ctx: LoweringRuleContext, *operands: Any, **params: Any
+) -> Sequence[Any]:
+    call = lambda number, index: tuple(_on_host(number, index, **params))
+    return _compat.call_host(ctx, call, operands)
+
+
+def _abstract_eval(
+    number: Aval, index: Aval, *, types: Iterable[jax.ShapeDtypeStruct], **_: int
+) -> list[Aval]:
+    return [_compat.ShapedArray(t.shape, t.dtype) for t in _types_of(index, types)]
+
+
+def _abstract_on_host(
+    number: Aval, index: Aval, *, types: Iterable[jax.ShapeDtypeStruct], **_: int
+) -> list[Aval]:
+    return _abstract_eval(number, index, types=map(_sent, types))
+
+
+def _batch(
+    args: Sequence[Array], dims: Sequence[int | None], **params: Any
+) -> tuple[list[Array], Sequence[int | None]]:
+    """Read the data of a batch of groups at once; their reader is the same."""
+    (number, index), (of_number, of_index) = args, dims
+    if of_number is not None:
+        number = jax.lax.index_in_dim(number, 0, of_number, keepdims=False)
+    if of_index is None:
+        outs = read_groups_p.bind(number, index, **params)
+        return outs, [None] * len(outs)
+    outs = read_groups_p.bind(number, _compat.moveaxis(index, of_index, 0), **params)
+    return outs, [0] * len(outs)
+
+
+on_host_p.def_impl(
+    lambda *args, **params: [*map(jnp.asarray, _on_host(*args, **params))]
+)
+on_host_p.def_abstract_eval(_abstract_on_host)
+_compat.register_lowering_rule(on_host_p, _lower_on_host)
+registration.register_execution(read_groups_p, _read)
+read_groups_p.def_abstract_eval(_abstract_eval)
+batching.primitive_batchers[read_groups_p] = _batch

@@ -1,0 +1,17 @@
+"""What the benchmark of data larger than memory promises about counts, never of times.
+
+Covers: benchmarks.
+"""
+
+import pytest
+
+from benchmarks import out_of_core
+
+
+def test_groups_are_read_as_often_as_by_hand():
+    n, rounds = 8, 2
+    planned, baseline, array = (out_of_core.measure(k, n) for k in out_of_core._KINDS)
+    assert (planned["reads"], baseline["reads"]) == (rounds * n + 1, rounds * n)
+    for other in (baseline, array):
+        for key in ("value", "norm"):
+            assert planned[key] == pytest.approx(other[key], rel=1e-5)
