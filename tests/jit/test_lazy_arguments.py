@@ -8,6 +8,7 @@ import contextlib
 import gc
 import threading
 import weakref
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,8 +71,14 @@ def make_loss(n=N):
 
 
 W = jnp.arange(1.0, 4.0)
-INSIDE = lambda loss, k=4: drjax.jit(jax.value_and_grad(loss), groups_per_step=k)
-OUTSIDE = lambda loss, k=4: jax.value_and_grad(drjax.jit(loss, groups_per_step=k))
+
+
+def inside(loss, k: int | None = 4):
+    return drjax.jit(jax.value_and_grad(loss), groups_per_step=k)
+
+
+def outside(loss, k: int | None = 4):
+    return jax.value_and_grad(drjax.jit(loss, groups_per_step=k))
 
 
 def assert_close(x, y):
@@ -79,7 +86,7 @@ def assert_close(x, y):
     jax.tree.map(close, x, y)
 
 
-@pytest.mark.parametrize("derivative", [INSIDE, OUTSIDE])
+@pytest.mark.parametrize("derivative", [inside, outside])
 @pytest.mark.parametrize("kind", ["a sequence", "an iterable", "an iterator's maker"])
 def test_value_and_gradient_are_those_of_arrays(derivative, kind):
     items = Counted()
@@ -95,7 +102,7 @@ def test_value_and_gradient_are_those_of_arrays(derivative, kind):
 
 
 def test_each_round_reads_each_group_once_in_one_thread():
-    for derivative, rounds in ((INSIDE, 2), (OUTSIDE, 3)):
+    for derivative, rounds in ((inside, 2), (outside, 3)):
         items = Counted(n=12)
         step, groups = derivative(make_loss(12)), Groups(items)
         step(W, groups)
@@ -109,8 +116,8 @@ def test_each_round_reads_each_group_once_in_one_thread():
 def test_memory_and_arguments_do_not_grow_with_the_number_of_groups():
     sizes = []
     for n in (16, 256):
-        step = INSIDE(make_loss(n))
-        compiled = step.lower(W, Groups(Counted(n))).compile().memory_analysis()
+        step = inside(make_loss(n))
+        compiled: Any = step.lower(W, Groups(Counted(n))).compile().memory_analysis()
         sizes.append((compiled.argument_size_in_bytes, compiled.temp_size_in_bytes))
     assert sizes[0] == sizes[1]
 
@@ -171,7 +178,7 @@ def test_loops_and_branches_read_in_each_step(fn):
         uses = [program, *([jax.grad(total)] if fn in FLAT else [])]
         for use in uses:
             step = drjax.jit(use, groups_per_step=4)
-            memory = step.lower(w, groups).compile().memory_analysis()
+            memory: Any = step.lower(w, groups).compile().memory_analysis()
             sizes.append((memory.argument_size_in_bytes, memory.temp_size_in_bytes))
             assert_close(step(w, groups), jax.jit(use)(w, want))
     half = len(sizes) // 2
@@ -194,7 +201,7 @@ def test_one_chunk_is_read_ahead():
 
 
 def test_new_data_of_the_same_types_compile_nothing():
-    step = INSIDE(make_loss())
+    step = inside(make_loss())
     step(W, Groups(Counted()))
     with compilations() as compiled:
         for _ in range(2):
@@ -203,7 +210,7 @@ def test_new_data_of_the_same_types_compile_nothing():
 
 
 def test_readers_are_closed():
-    step, outer = INSIDE(make_loss()), OUTSIDE(make_loss())
+    step, outer = inside(make_loss()), outside(make_loss())
     before = set(READERS)
     step(W, Groups(Counted()))
     assert set(READERS) == before
@@ -227,19 +234,19 @@ def test_each_device_reads_its_own_groups(types, axes):
     items = Counted(n)
     kind = getattr(jax.sharding.AxisType, types)
     mesh = jax.make_mesh((*axes.values(),), (*axes,), axis_types=(kind,) * len(axes))
-    want = INSIDE(make_loss(n), None)(W, items.stacked())
+    want = inside(make_loss(n), None)(W, items.stacked())
     with jax.set_mesh(mesh):
-        step, groups = INSIDE(make_loss(n), 1), Groups(items)
+        step, groups = inside(make_loss(n), 1), Groups(items)
         assert_close(step(W, groups), want)
         first = [9] if n == 10 and axes["clients"] == 4 else []  # is kept for padding
         twice = sorted([0, *range(n), *range(n)])
         assert sorted([*items.reads, *first]) == twice
-        assert_close(OUTSIDE(make_loss(n), 2)(W, groups), want)
+        assert_close(outside(make_loss(n), 2)(W, groups), want)
 
 
 def test_inside_of_other_transformations():
     items = Counted()
-    groups, step = Groups(items), INSIDE(make_loss())
+    groups, step = Groups(items), inside(make_loss())
     want = step(W, items.stacked())
     assert_close(jax.jit(lambda w: step(w, groups))(W), want)
     batch = jax.vmap(step, in_axes=(0, None))(jnp.stack([W, 2 * W]), groups)
@@ -314,7 +321,7 @@ def test_how_many_groups_at_once_may_be_chosen(k):
 
 
 def test_errors_name_the_group():
-    step = INSIDE(make_loss())
+    step = inside(make_loss())
     items = [Counted()[i] for i in range(N)]
     text = "Group 6: loading group 6 raised OSError: disk"
     raises(drjax.DrjaxValueError, text, step, W, Groups(Counted(fail=6)))
@@ -338,8 +345,8 @@ def test_errors_name_the_group():
 
 def test_an_error_inside_of_a_transformation_is_the_runtime_s():
     with pytest.raises(jax.errors.JaxRuntimeError, match="OSError: disk"):
-        jax.block_until_ready(OUTSIDE(make_loss())(W, Groups(Counted(fail=6))))
+        jax.block_until_ready(outside(make_loss())(W, Groups(Counted(fail=6))))
     with jax.set_mesh(jax.make_mesh((2,), ("clients",))):  # the other would wait
-        value, _ = OUTSIDE(make_loss())(W, Groups(Counted(fail=6)))
+        value, _ = outside(make_loss())(W, Groups(Counted(fail=6)))
         assert jnp.isnan(value)
     assert lazy_arguments.has_groups({"data": Groups([1])})

@@ -5,6 +5,8 @@ drjax.engines.core.blocks_of_groups, drjax.engines.slices.rows_by_key,
 drjax.engines.slices.arrow_columns.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,6 +74,7 @@ def test_columns_become_arrays(run, row_group_size, tmp_path, monkeypatch):
     monkeypatch.setattr(Parquet, "_rows", lambda *_: iter([{"x": X[0], "y": Y[0]}]))
     check(RUNS[run](W, Parquet(path)), WANT)
     rows, seen = groups.cursor(5), []
+    assert rows is not None
     for count in (1, 3, 1):
         seen.append(rows.take(count)["y"])
     np.testing.assert_array_equal(np.concatenate(seen), Y[5:])
@@ -127,11 +130,14 @@ def padded(columns, length=3):
     return {"x": np.stack(columns["x"]).sum(0), "y": columns["y"].sum()}
 
 
-@pytest.mark.parametrize("table", [dict, pa.table, pd.DataFrame], ids=str)
+@pytest.mark.parametrize(
+    "table", [dict, pa.table, pd.DataFrame], ids=["dict", "arrow", "pandas"]
+)
 @pytest.mark.parametrize("run", ["drjax.jit", "engine"])
 def test_rows_of_equal_keys_are_groups(run, table):
     groups = Groups.by_key(table(TABLE), "client", padded)
-    assert groups.items.keys == [*"abcdefghij"]
+    items: Any = groups.items
+    assert items.keys == [*"abcdefghij"]
     names = np.array(TABLE["client"])
     rows = [np.flatnonzero(names == key) for key in "abcdefghij"]
     x = np.stack([np.stack(TABLE["x"])[i].sum(0) for i in rows])
