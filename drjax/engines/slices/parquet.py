@@ -203,13 +203,15 @@ class _RowCursor:
         while missing:
             batch = self._rest or next(self._batches)
             parts.append({name: x[:missing] for name, x in batch.items()})
-            more = min(missing, len(next(iter(batch.values()))))
-            self._rest = {name: x[more:] for name, x in batch.items() if len(x) > more}
-            missing -= more
-        whole = parts[0]
+            count = min(missing, len(next(iter(batch.values()))))
+            self._rest = {
+                name: x[count:] for name, x in batch.items() if len(x) > count
+            }
+            missing -= count
+        columns = parts[0]
         if len(parts) > 1:
-            whole = {k: np.concatenate([part[k] for part in parts]) for k in parts[0]}
-        return whole if len(whole) > 1 else next(iter(whole.values()))
+            columns = {k: np.concatenate([part[k] for part in parts]) for k in parts[0]}
+        return columns if len(columns) > 1 else next(iter(columns.values()))
 
 
 def _parquet() -> Any:
