@@ -12,6 +12,7 @@ on a machine that does other work are noisy, and so is what is chosen by them.
 """
 
 import functools
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from drjax._jit.jit_primitive import plan_of, planned_p
 from drjax.backends import xla
 from drjax.backends.xla import step_size
 
+_logger = logging.getLogger("drjax")
 _RUNS, _SECONDS = 10, 0.5  # the most runs to measure, and seconds after which to stop
 
 
@@ -119,7 +121,7 @@ class Tuned(Generic[P, R]):
             return _least_seconds(run, args, kwargs) if fits else math.inf
 
         count = _groups_of_device(self._compiled(1, False), args, kwargs)
-        return step_size.fastest(count, seconds)
+        return fastest(count, seconds)
 
 
 def _groups_of_device(
@@ -169,3 +171,40 @@ def _arguments_key(args: tuple, kwargs: dict[str, Any]) -> Any:
         for x in leaves
     ]
     return tree, tuple(kinds), jax.sharding.get_abstract_mesh()
+
+
+def fastest(count: int, seconds: Callable[[int], float]) -> int:
+    """Find the number of groups at once, up to `count`, that takes the least time.
+
+    All at once, a fourth of them, a sixteenth, ..., are measured, until two, one after
+    the other, take more than 1.5 times as long as the best; then half and twice the
+    best number. The search assumes that time grows away from the best number. The
+    result is logged. At most `4 + log(count) / log(4)` numbers are measured. It is a
+    `DrjaxValueError` if one group does not fit.
+
+    `count` is the number of slots of a device: places for one group each. `seconds`
+    compiles the program for a number of groups at once, and returns its time; infinity
+    if it does not fit in memory.
+    """
+    known: dict[int, float] = {}
+    size, slow = count, 0
+    while slow < 2:
+        known[size] = seconds(size)
+        best = min(known.values())
+        slow = slow + 1 if best < math.inf and known[size] > 1.5 * best else 0
+        if size == 1:
+            break
+        size = -(-size // 4)
+    best = min(known, key=known.__getitem__)
+    if known[best] == math.inf:
+        raise DrjaxValueError(
+            "Not even one group at a time fits in memory. Raise memory_budget=, or "
+            "make the work of a group smaller."
+        )
+    for size in (-(-best // 2), min(2 * best, count)):
+        if size not in known:
+            known[size] = seconds(size)
+    best = min(known, key=known.__getitem__)
+    times = ", ".join(f"{size}: {known[size]:.3g} s" for size in sorted(known))
+    _logger.info("groups_per_step=%d of %d is the fastest: %s", best, count, times)
+    return best

@@ -2,7 +2,7 @@
 
 Input: the name of a dtype and a block size. Output: `Wire`, a checked record, which
 tells the bytes of encoded numbers. Sharp edges: `drjax.plan` exports it; the encoding
-itself is in `_primitives/device_sums.py`.
+itself is in `_primitives/wire_codes.py`.
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,7 @@ from drjax._errors import DrjaxValueError
 from drjax._partition import integer_of
 
 # The dtypes of `Wire`: bits of a number, and how many numbers share a scale by default.
-# To add one: an entry here, one in `_LARGEST` and a case in `encode` and `decode` of
-# `_primitives/device_sums.py`, and a case in tests/primitives/test_device_sums.py.
+# To add one: see `_primitives/wire_codes.py`.
 _WIRES = {
     "bfloat16": (16, 1),
     "int8": (8, 256),

@@ -15,7 +15,6 @@ import pytest
 
 import drjax
 from drjax._jit import tune
-from drjax.backends.xla import step_size
 from tests.helpers.maml import make_parallel_maml_loss, maml_args
 from tests.helpers.meshes import in_mesh, make_mesh
 from tests.helpers.raising import raises
@@ -42,7 +41,7 @@ def test_the_fastest_number_is_almost_found(curve, n):
         asked.append(size)
         return CURVES[curve](size)
 
-    result = step_size.fastest(n, seconds)
+    result = tune.fastest(n, seconds)
     best = min(map(CURVES[curve], range(1, n + 1)))
     assert CURVES[curve](result) <= 1.1 * best
     assert len(asked) == len({*asked}) <= 4 + math.log2(n) / 2
@@ -57,14 +56,14 @@ def test_half_and_twice_the_best_number_are_measured_last(best, near):
         asked.append(size)
         return 1 + abs(math.log2(size / best))
 
-    result = step_size.fastest(2048, seconds)
+    result = tune.fastest(2048, seconds)
     assert asked[:4] == [2048, 512, 128, 32] and asked[-2:] == near
     assert result == min(asked, key=lambda k: abs(math.log2(k / best)))
 
 
 def test_not_even_one_fits():
     text = "Not even one group at a time fits in memory"
-    raises(drjax.DrjaxValueError, text, step_size.fastest, 8, lambda k: math.inf)
+    raises(drjax.DrjaxValueError, text, tune.fastest, 8, lambda k: math.inf)
 
 
 @drjax.program(clients=12)

@@ -1,7 +1,7 @@
 """`wire=` and `result="sharded"`: values, derivatives, rounding, bytes, plans, errors.
 
-Covers: drjax._primitives.device_sums, drjax._api.collective_options,
-drjax._plan_file.check_plan, drjax._plan.wire.
+Covers: drjax._primitives.device_sums, drjax._primitives.wire_codes,
+drjax._api.collective_options, drjax._plan_file.check_plan, drjax._plan.wire.
 """
 
 import functools
@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import drjax
 from drjax._plan_file.check_plan import check_step
-from drjax._primitives.device_sums import decode, encode
+from drjax._primitives.wire_codes import decode, encode
 from drjax.plan import Reduce, Value, Wire
 from tests.helpers.cases import checkerboard
 from tests.helpers.meshes import AUTO, EXPLICIT, groups_and_meshes, in_mesh, make_mesh

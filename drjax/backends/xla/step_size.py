@@ -1,18 +1,16 @@
-"""How many groups of a device run at once: the option, what fits, or what is fastest.
+"""How many groups of a device run at once: the option, or what fits in memory.
 
 Input: the options `groups_per_step` and `memory_budget`; for `"auto"` a function that
-compiles the program and returns its temporary memory, for `"tune"` one that measures
-its time. Output: a number, or None for all.
+compiles the program and returns its temporary memory. Output: a number, or None for
+all. What is fastest, for `"tune"`, is searched for in `_jit/tune.py`.
 
-Invariants: the number that `largest` returns was compiled and seen to fit; that of
-`fastest` was measured.
+Invariants: the number that `largest` returns was compiled and seen to fit.
 
 Sharp edges: temporary memory is the compiler's own estimate, without arguments and
 results; each number that is tried costs a compilation.
 """
 
 import logging
-import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -150,43 +148,6 @@ def _log(groups: int, count: int, used: int, budget: int) -> None:
         f"{used:,}",
         f"{budget:,}",
     )
-
-
-def fastest(count: int, seconds: Callable[[int], float]) -> int:
-    """Find the number of groups at once, up to `count`, that takes the least time.
-
-    All at once, a fourth of them, a sixteenth, ..., are measured, until two, one after
-    the other, take more than 1.5 times as long as the best; then half and twice the
-    best number. The search assumes that time grows away from the best number. The
-    result is logged. At most `4 + log(count) / log(4)` numbers are measured. It is a
-    `DrjaxValueError` if one group does not fit.
-
-    `count` is the number of slots of a device: places for one group each. `seconds`
-    compiles the program for a number of groups at once, and returns its time; infinity
-    if it does not fit in memory.
-    """
-    known: dict[int, float] = {}
-    size, slow = count, 0
-    while slow < 2:
-        known[size] = seconds(size)
-        best = min(known.values())
-        slow = slow + 1 if best < math.inf and known[size] > 1.5 * best else 0
-        if size == 1:
-            break
-        size = -(-size // 4)
-    best = min(known, key=known.__getitem__)
-    if known[best] == math.inf:
-        raise DrjaxValueError(
-            "Not even one group at a time fits in memory. Raise memory_budget=, or "
-            "make the work of a group smaller."
-        )
-    for size in (-(-best // 2), min(2 * best, count)):
-        if size not in known:
-            known[size] = seconds(size)
-    best = min(known, key=known.__getitem__)
-    times = ", ".join(f"{size}: {known[size]:.3g} s" for size in sorted(known))
-    _logger.info("groups_per_step=%d of %d is the fastest: %s", best, count, times)
-    return best
 
 
 def free_bytes(devices: Sequence[Any]) -> int:

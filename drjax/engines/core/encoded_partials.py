@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from drjax._primitives.device_sums import decode, encode
+from drjax._primitives.wire_codes import decode, encode
 from drjax.plan import Reduce, Wire
 
 

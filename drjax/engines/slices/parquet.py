@@ -203,11 +203,11 @@ class _RowCursor:
         while missing:
             batch = self._rest or next(self._batches)
             parts.append({name: x[:missing] for name, x in batch.items()})
-            count = min(missing, len(next(iter(batch.values()))))
+            taken = min(missing, len(next(iter(batch.values()))))
             self._rest = {
-                name: x[count:] for name, x in batch.items() if len(x) > count
+                name: x[taken:] for name, x in batch.items() if len(x) > taken
             }
-            missing -= count
+            missing -= taken
         columns = parts[0]
         if len(parts) > 1:
             columns = {k: np.concatenate([part[k] for part in parts]) for k in parts[0]}

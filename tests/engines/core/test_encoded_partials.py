@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import drjax
-from drjax._primitives.device_sums import decode, encode
+from drjax._primitives.wire_codes import decode, encode
 from drjax.backends import in_process
 from drjax.engines.core import combine
 from drjax.engines.core.encoded_partials import EncodedPartial, decoded, encode_partials
