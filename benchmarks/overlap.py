@@ -169,15 +169,14 @@ def measure(slices: tuple[int, ...] = (2, 4), show: bool = False) -> list[list[s
             print(n, way, wire, name, report, sep="\n")
         every, hidden = between_slices(report)
         share = hidden.bytes / every.bytes
-        line = [f"{n}", way, wire or "float32", name, f"{every.count}"]
+        line = [f"{way}, {n} slices, {name}", wire or "float32", f"{every.count}"]
         lines.append([*line, f"{every.bytes:,}", f"{hidden.bytes:,}", f"{share:.0%}"])
     return lines
 
 
 def markdown(lines: list[list[str]]) -> str:
     """The table."""
-    columns = ["slices", "program", "numbers", "compiled by", "collectives"]
-    columns += ["bytes sent", "bytes hidden", "share"]
+    columns = ["program", "numbers", "collectives", "sent", "hidden", "share"]
     return (
         f"JAX {jax.__version__}, the compiler for TPU v5e, 4 chips in a slice. "
         f"{FRAGMENTS} fragments of {SIZE * SIZE:,} parameters, {STEPS} inner steps in "

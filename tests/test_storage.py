@@ -1,6 +1,7 @@
 """Paths and URLs: of plan files, of groups, and of what is no place for files.
 
-Covers: drjax._storage, drjax.engines.slices.parquet.
+Covers: drjax._storage, drjax.engines.slices.parquet,
+drjax.engines.slices.arrow_columns.
 """
 
 import pickle
@@ -21,7 +22,7 @@ from drjax import _storage
 from drjax.__main__ import main
 from drjax.backends import in_process
 from drjax.backends.parquet import Parquet
-from drjax.engines.slices import parquet
+from drjax.engines.slices import arrow_columns
 from tests.helpers.full_disk import files_of_at_most
 from tests.helpers.plan_files import sgd_plan
 from tests.helpers.raising import raises
@@ -221,6 +222,6 @@ def test_a_part_of_a_column_of_lists_of_one_size(tensors):
     column: Any = pa.FixedSizeListArray.from_arrays(words, 6)
     if tensors:
         column = pa.FixedShapeTensorArray.from_numpy_ndarray(x)
-    cells = parquet._cells(parquet._plain(column.slice(1, 2)))
+    cells = arrow_columns.cells(arrow_columns.plain(column.slice(1, 2)))
     expected = x[1:3] if tensors else x[1:3].reshape(2, 6) % 5
     np.testing.assert_array_equal(cells, expected)

@@ -326,7 +326,13 @@ def _on_platforms(
     other: Callable[..., DeviceArray],
     *args: Array,
 ) -> DeviceArray:
-    """Call the function for the platform for which the program is lowered."""
+    """Call the function for the platform for which the program is lowered.
+
+    On a mesh with another axis that is Explicit it is `other`: `on_tpu` forgets how
+    that axis shards slices.
+    """
+    if layout.other_explicit_axes:
+        return other(*args)
     args = tuple(vary(x, layout.axes) for x in args)
     platforms = dict.fromkeys(_RAGGED_PLATFORMS, on_tpu)
     return lax.platform_dependent(*args, **platforms, default=other)

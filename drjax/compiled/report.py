@@ -101,7 +101,7 @@ class Collective:
 
     @property
     def hidden(self) -> bool:
-        """Whether a device computes while it communicates: loops or products."""
+        """Whether a device runs loops, or products of arrays, while it communicates."""
         return bool(self.hidden_by) or self.hidden_flops != 0
 
 
