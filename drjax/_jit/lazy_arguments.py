@@ -20,7 +20,7 @@ import contextlib
 import copy
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ from drjax._compat.types import Array, Aval, ClosedJaxpr, PyTree, PyTreeDef
 from drjax._context import OF_LIBRARY
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._jaxprs.prng_keys import from_raw, raw_type
+from drjax._jaxprs.walk import deep_equations
 from drjax._jit import read_in_loops
 from drjax._partition import Partition, attached_levels
 from drjax._primitives.read_groups import READERS, read_groups_p
@@ -193,8 +194,8 @@ def _declared(fn: Any) -> Partition | None:
     return None
 
 
-def _close(numbers: Sequence[int] | dict[int, Any]) -> None:
-    for number in [*numbers]:
+def _close(numbers: Iterable[int]) -> None:
+    for number in numbers:
         reader: Any = READERS.pop(number)
         reader.close()
 
@@ -204,9 +205,8 @@ def _close_dead() -> None:
     if _dead:
         numbers, _dead[:] = [*_dead], []
         arrays = [x for x in jax.live_arrays() if not x.is_deleted()]
-        with contextlib.suppress(
-            jax.errors.JaxRuntimeError
-        ):  # whose array it is raises
+        # An error is raised where the array is used.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
             jax.block_until_ready(arrays)
         _close(numbers)
 
@@ -247,7 +247,6 @@ class Read:
       fn: It takes `operands`, and returns what the jaxpr does.
       operands: The numbers of the readers, and the operands that are arrays.
       names: Their names.
-      partition: That of the groups.
       nbytes: The bytes that a group reads.
       slots: The number of groups of a device.
     """
@@ -323,25 +322,16 @@ def _read(
 
 
 def _partition_of(jaxpr: ClosedJaxpr, sizes: set[int], fn: Callable) -> Partition:
-    """Find the one partition of so many groups that a jaxpr, or its function, has."""
-    partitions: dict[Partition, None] = {}
-
-    def visit(jaxpr: Any) -> None:
-        for eqn in _compat.open_jaxpr(jaxpr).eqns:
-            partition = eqn.params.get("partition")
-            if isinstance(partition, Partition) and {partition.size} == sizes:
-                partitions[partition] = None
-            for inner in _compat.jaxprs_in(eqn.params):
-                visit(inner)
-
-    visit(jaxpr)
+    """Find a partition of so many groups that a function, or its jaxpr, has."""
     declared = _declared(fn)
     if declared is not None and {declared.size} == sizes:
         return declared  # also of a program without blocks, which adds up an axis
-    if not partitions:
-        text = " and ".join(map(str, sorted(sizes)))
-        raise DrjaxTypeError(
-            f"drjax.jit got Groups with the data of {text} groups, and the function "
-            "needs a partition of so many; it has none."
-        )
-    return next(iter(partitions))
+    for eqn in deep_equations(jaxpr):
+        partition = eqn.params.get("partition")
+        if isinstance(partition, Partition) and {partition.size} == sizes:
+            return partition
+    text = " and ".join(map(str, sorted(sizes)))
+    raise DrjaxTypeError(
+        f"drjax.jit got Groups with the data of {text} groups, and the function needs "
+        "a partition of so many; it has none."
+    )
