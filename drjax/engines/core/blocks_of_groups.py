@@ -50,18 +50,19 @@ def blocks_of_groups(
         known = alive[low - start : high - start]
         # int32 is the type of the group index for which stages are exported.
         groups = np.arange(high - low, dtype=np.int32) + np.int32(low)
-        batches = {} if items else _batches(cursors, high - low)
-        if batches is not None and not items:
-            arrays = [
-                x.of_batch(batches[id(x.source)])
-                if isinstance(x, Lazy)
-                else x.block(low, high)
-                for x in slices
-            ]
-            yield Block(groups, known.copy(), arrays), {}
-            continue
-        # From here on one by one, which tells the groups that cannot be read.
-        items = items or {k: x.between(low, stop) for k, x in sources.items()}
+        if not items:
+            batches = _batches(cursors, high - low)
+            if batches is not None:
+                arrays = [
+                    x.of_batch(batches[id(x.source)])
+                    if isinstance(x, Lazy)
+                    else x.block(low, high)
+                    for x in slices
+                ]
+                yield Block(groups, known.copy(), arrays), {}
+                continue
+            # From here on one by one, which tells the groups that cannot be read.
+            items = {key: x.between(low, stop) for key, x in sources.items()}
         read = {k: list(itertools.islice(x, high - low)) for k, x in items.items()}
         failed = _failures(itertools.chain.from_iterable(read.values()))
         valid = known & ~np.isin(groups, list(failed))
