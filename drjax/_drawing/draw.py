@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from drjax._drawing.columns import LINE, PAD
 from drjax._drawing.positions import TITLE, Arrow, Box, Picture, layout
 from drjax._errors import DrjaxValueError
-from drjax._plan.methods import implements
 from drjax._planner.arguments import check_known_shapes
 from drjax.plan import Plan
 
@@ -36,7 +35,6 @@ _STYLES = {  # fill, edge, line width
 }
 
 
-@implements("Plan.draw")
 def draw(plan: Plan, path: str | Path) -> None:
     """Write a picture of a plan to a file."""
     path = Path(path)

@@ -6,7 +6,6 @@ Input: a `drjax.plan.Plan`. Output: its text. `bytes_as_text` is for other texts
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from drjax._plan.methods import implements
 from drjax._primitives.reduce_ops import REDUCE_OPS
 from drjax.plan import (
     Broadcast,
@@ -39,7 +38,6 @@ def _phrase(step: Reduce | Gather | Move, groups: str) -> str:
     return phrase.replace("groups", groups)
 
 
-@implements("Plan.__str__")
 def printed(plan: Plan) -> str:
     """Return the text of `print(plan)`."""
     return "\n".join(_plan_lines(plan))

@@ -11,7 +11,6 @@ the server runs, is part of its round, and so of the file.
 import jax
 
 from drjax._plan.map_stages import without_inner
-from drjax._plan.methods import implements
 from drjax._plan.normal_form import rounds_of
 from drjax._plan_file import container
 from drjax._plan_file.encode import encode
@@ -46,7 +45,6 @@ def file_of_stage(owner: Plan, a_round: Round) -> bytes:
     return container.to_bytes(*encode(plan))
 
 
-@implements("Plan.communication")
 def bytes_of_code(plan: Plan) -> int:
     """Return the size of the files of all local stages; equal ones count once."""
     plan = export_plan(without_inner(plan))

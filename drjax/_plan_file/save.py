@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 from drjax import _storage
 from drjax._errors import PlanFileError
-from drjax._plan.methods import implements
 from drjax._plan_file import container
 from drjax._plan_file.encode import encode
 from drjax._plan_file.export_plan import export_plan
@@ -13,7 +12,6 @@ from drjax._plan_file.load import plan_from_bytes
 from drjax.plan import Plan
 
 
-@implements("Plan.save")
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write a plan to a file.
 
@@ -40,7 +38,6 @@ def plan_to_bytes(plan: Plan) -> bytes:
     return container.to_bytes(manifest, members)
 
 
-@implements("Plan.__reduce__")
 def pickled(plan: Plan) -> tuple[Callable[[bytes], Plan], tuple[bytes]]:
     """Return a function, and its arguments."""
     return _unpickled, (plan_to_bytes(plan),)
