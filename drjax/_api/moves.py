@@ -186,13 +186,14 @@ def put(
     if not add:
         return _put_last(x, index, base, cohort, groups)
 
+    known = Sources.of(index)
     operand = as_operand(jnp.asarray(index), make_layout(**groups), False)
 
     def bind(leaf: PartitionedArray, **_: Any) -> PartitionedArray:
         check_numeric("put", leaf)
         if sources is not None:
             return permute_p.bind(leaf, sources=inverse(sources), **groups)
-        return put_add_p.bind(leaf, operand, sources=_known(index), **groups)
+        return put_add_p.bind(leaf, operand, sources=known, **groups)
 
     moved = bind_partitioned("put", x, cohort["mesh"], cohort["partition"], bind)
     return moved if base is None else _combine(lax.add, moved, base, cohort, groups)
@@ -253,15 +254,10 @@ def _take(
     The leaves are checked. The index, int32 `[k]`, is of the n groups of `x`, of which
     `params` are.
     """
-    known = _known(index)
+    known = Sources.of(index)
     index = as_operand(jnp.asarray(index), make_layout(**params), False)
     bind = lambda leaf, **params: take_p.bind(leaf, index, sources=known, **params)
     return bind_partitioned(block, x, params["mesh"], params["partition"], bind)
-
-
-def _known(index: Array | np.ndarray) -> Sources | None:
-    """Return an index if it is known without running the program: if it is of NumPy."""
-    return Sources(index) if isinstance(index, np.ndarray) else None
 
 
 def _put_last(

@@ -54,6 +54,11 @@ class Sources(Sequence[int]):
         self._bytes = self._groups.tobytes()
         self._hash = hash(self._bytes)
 
+    @classmethod
+    def of(cls, index: Any) -> "Sources | None":
+        """An index if it is known without running the program: if it is of NumPy."""
+        return cls(index) if isinstance(index, np.ndarray) else None
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self._groups, dtype)
 

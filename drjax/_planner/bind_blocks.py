@@ -130,10 +130,8 @@ def _bind_indexed(
     index: GlobalArray | np.ndarray,
     partition: Partition,
 ) -> PartitionedArray:
-    known = Sources(index) if isinstance(index, np.ndarray) else None
-    return primitive.bind(
-        x, jnp.asarray(index), sources=known, partition=partition, mesh=None
-    )
+    params = {"sources": Sources.of(index), "partition": partition, "mesh": None}
+    return primitive.bind(x, jnp.asarray(index), **params)
 
 
 def select_group(
