@@ -13,24 +13,22 @@ the hand-written code, in interleaved rounds. With `--out` the table goes to
 are the TPU compiler's, and nothing runs: `combinations-tpu-jax-VERSION.md`.
 """
 
-import argparse
 import functools
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import drjax
+from benchmarks import counts
 from drjax.compiled import Report
 
 N, DEVICES = 32, 8
@@ -422,7 +420,7 @@ def _measure_task(
         {
             "task": task,
             "implementation": name,
-            "bytes": _bytes(sent[name]),
+            "bytes": counts.bytes_by_kind(sent[name]),
             "temp": sent[name].temp_bytes,
             "time": ratio(name),
         }
@@ -453,10 +451,7 @@ def count_on_tpu(topology: str, numbers: int) -> list[dict]:
       A dict for each task and implementation, as `measure` does: without `time`, with
       `flops`.
     """
-    chips = topologies.get_topology_desc(platform="tpu", topology_name=topology)
-    devices = np.array(chips.devices).reshape(DEVICES)
-    auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.sharding.Mesh(devices, (_AXIS,), axis_types=auto)
+    mesh = counts.mesh_of(_AXIS, DEVICES, topology)
     sharding = NamedSharding(mesh, P(_AXIS))
     x = jax.ShapeDtypeStruct((N, numbers), np.float32, sharding=sharding)
     rows = []
@@ -469,7 +464,7 @@ def count_on_tpu(topology: str, numbers: int) -> list[dict]:
                     {
                         "task": task,
                         "implementation": name,
-                        "bytes": _bytes(report),
+                        "bytes": counts.bytes_by_kind(report),
                         "temp": report.temp_bytes,
                         "flops": compiled.cost_analysis().get("flops", 0),
                     }
@@ -477,16 +472,8 @@ def count_on_tpu(topology: str, numbers: int) -> list[dict]:
     return rows
 
 
-def _bytes(report: Report) -> dict[str, int]:
-    """The bytes that one device sends, by kind of collective."""
-    return {kind: x.bytes for kind, x in sorted(report.by_kind.items())}
-
-
 def markdown(rows: list[dict], numbers: int) -> str:
     """The table of `measure`, with what it was measured on."""
-    show = lambda sizes: (
-        ", ".join(f"{kind} {size:,}" for kind, size in sizes.items()) or "none"
-    )
     timed = "time" in rows[0]
     what = (
         f"{DEVICES} devices of the CPU"
@@ -510,33 +497,21 @@ def markdown(rows: list[dict], numbers: int) -> str:
         task = row["task"] if row["implementation"] == OURS else ""
         cost = f"{row['time']:.2f}" if timed else f"{row['flops']:,.0f}"
         lines.append(
-            f"| {task} | {row['implementation']} | {show(row['bytes'])} | "
+            f"| {task} | {row['implementation']} | {counts.as_text(row['bytes'])} | "
             f"{row['temp']:,} | {cost} |"
         )
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="small groups")
-    parser.add_argument("--out", type=Path, help="the folder for the table")
-    parser.add_argument(
-        "--tpu", metavar="TOPOLOGY", help="compile for these chips only, as v5e:2x4"
-    )
-    options: Any = parser.parse_args()
+    options = counts.parser(__doc__, "small groups", tpu=True).parse_args()
     jax.config.update("jax_num_cpu_devices", DEVICES)
     numbers, rounds = (512, 3) if options.quick else (20_000, 30)
     if options.tpu:
         rows, kind = count_on_tpu(options.tpu, numbers), "combinations-tpu"
     else:
         rows, kind = measure(numbers, rounds), "combinations"
-    table = markdown(rows, numbers)
-    print(table)
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / f"{kind}-jax-{jax.__version__}.md").write_text(table)
+    counts.write(markdown(rows, numbers), options.out, kind)
 
 
 if __name__ == "__main__":

@@ -14,23 +14,21 @@ the compiler; on CPU, results are compared. With `--out` the table goes to
 `moves-tpu-jax-VERSION.md`.
 """
 
-import argparse
 import functools
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import drjax
+from benchmarks import counts
 from drjax.compiled import Report
 
 SIZES, DEVICES = (2048, 100_000, 1_000_000), 8
@@ -177,13 +175,7 @@ def measure(sizes: tuple[int, ...], topology: str | None = None) -> Iterator[dic
       `lower` and `compile` in CPU-seconds, `bytes` (a dict from kinds of collectives to
       bytes that one device sends), and `temp` in bytes.
     """
-    if topology:
-        chips = topologies.get_topology_desc(platform="tpu", topology_name=topology)
-        devices = np.array(chips.devices).reshape(DEVICES)
-    else:
-        devices = np.array(jax.devices()[:DEVICES])
-    auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.sharding.Mesh(devices, (_AXIS,), axis_types=auto)
+    mesh = counts.mesh_of(_AXIS, DEVICES, topology)
     for n in sizes:
         with jax.set_mesh(mesh):
             for task, (ours, baseline) in tqdm(tasks(n, bool(topology)).items()):
@@ -230,7 +222,7 @@ def _measure_task(
             "implementation": name,
             "lower": times[1] - times[0],
             "compile": times[2] - times[1],
-            "bytes": {kind: x.bytes for kind, x in sorted(report.by_kind.items())},
+            "bytes": counts.bytes_by_kind(report),
             "temp": report.temp_bytes,
         }
 
@@ -247,9 +239,9 @@ def markdown(rows: list[dict], where: str) -> str:
     for row in sorted(rows, key=lambda row: [*_names(rows)].index(row["task"])):
         first = row["implementation"] == OURS
         task, n = (row["task"], f"{row['n']:,}") if first else ("", "")
-        sent = ", ".join(f"{kind} {size:,}" for kind, size in row["bytes"].items())
+        sent = counts.as_text(row["bytes"])
         lines.append(
-            f"| {task} | {n} | {row['implementation']} | {sent or 'none'} | "
+            f"| {task} | {n} | {row['implementation']} | {sent} | "
             f"{row['temp']:,} | {row['lower']:.2f} + {row['compile']:.2f} |"
         )
     return "\n".join(lines) + "\n"
@@ -261,15 +253,7 @@ def _names(rows: list[dict]) -> dict[str, None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="2048 groups only")
-    parser.add_argument("--out", type=Path, help="the folder for the table")
-    parser.add_argument(
-        "--tpu", metavar="TOPOLOGY", help="compile for these chips only, as v5e:2x4"
-    )
-    options: Any = parser.parse_args()
+    options = counts.parser(__doc__, "2048 groups only", tpu=True).parse_args()
     jax.config.update("jax_num_cpu_devices", DEVICES)
     # A TPU's compiler takes minutes to sort more indices.
     sizes = SIZES[: 1 if options.quick or options.tpu else None]
@@ -277,12 +261,8 @@ def main() -> None:
     where = f"{DEVICES} devices of the CPU, groups of {NUMBERS} float32 numbers"
     if options.tpu:
         where = f"compiled for {DEVICES} TPU chips, groups of {NUMBERS_ON_TPU} numbers"
-    table = markdown(rows, where)
-    print(table)
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        kind = "moves-tpu" if options.tpu else "moves"
-        (options.out / f"{kind}-jax-{jax.__version__}.md").write_text(table)
+    kind = "moves-tpu" if options.tpu else "moves"
+    counts.write(markdown(rows, where), options.out, kind)
 
 
 if __name__ == "__main__":

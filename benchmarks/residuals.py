@@ -12,12 +12,8 @@ a `jax.checkpoint` around each group and around each round. With `--out` the tab
 to `residuals-jax-VERSION.md`.
 """
 
-import argparse
-import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,8 +24,10 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import drjax
+from benchmarks import counts
 from drjax.compiled import Report
 from drjax.compiled.hlo import Module
+from drjax.compiled.schedule import Schedule
 
 DEVICES, WIDTH, STEPS, BATCH = 8, 64, 4, 16
 ALL, CHECKPOINTED = "shard_map, all", "shard_map, 1"
@@ -41,25 +39,10 @@ Params = dict[str, jax.Array]
 
 def matrix_operations(compiled: Any) -> int:
     """Count the floating-point operations of the matrix products of a program."""
-    module, total = Module(compiled.as_text()), 0
-    for each in module.running():
-        x = each.instruction
-        if x.opcode != "dot" or not each.times:
-            continue
-        contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", x.attributes)
-        assert contracted is not None
-        left = _dims(module.instructions[x.operands[0]].shape)
-        axes = filter(None, contracted[1].split(","))
-        inner = math.prod(left[int(i)] for i in axes)
-        total += each.times * 2 * inner * math.prod(_dims(x.shape))
+    module = Module(compiled.as_text())
+    total = Schedule(module).flops(module.computations[module.entry])
+    assert total is not None, "the length of a loop is not known"
     return total
-
-
-def _dims(shape: str) -> list[int]:
-    """The dimensions of an HLO array, such as 3 and 8 of `f32[3,8]{1,0}`."""
-    dims = re.search(r"\[([\d,]*)\]", shape)
-    assert dims is not None
-    return [int(d) for d in dims[1].split(",") if d]
 
 
 # -------------------------------------------------------------------------------------
@@ -233,8 +216,7 @@ def measure(n: int, rounds: tuple[int, ...], show_progress: bool = True) -> list
       `implementation`, `passes`, the operations in units of one forward pass, `temp` in
       bytes, and `collectives`, how many run.
     """
-    auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((DEVICES,), (_AXIS,), axis_types=auto)
+    mesh = counts.mesh_of(_AXIS, DEVICES)
     rows = []
     with jax.set_mesh(mesh):
         for name, task in tqdm(TASKS.items(), disable=not show_progress):
@@ -274,19 +256,10 @@ def markdown(rows: list[dict], n: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="1 and 2 rounds")
-    parser.add_argument("--out", type=Path, help="the folder for the table")
-    options: Any = parser.parse_args()
+    options = counts.parser(__doc__, "1 and 2 rounds").parse_args()
     jax.config.update("jax_num_cpu_devices", DEVICES)
     n, rounds = 64, (1, 2) if options.quick else (1, 2, 4, 8)
-    table = markdown(measure(n, rounds), n)
-    print(table)
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / f"residuals-jax-{jax.__version__}.md").write_text(table)
+    counts.write(markdown(measure(n, rounds), n), options.out, "residuals")
 
 
 if __name__ == "__main__":
