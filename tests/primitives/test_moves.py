@@ -108,20 +108,25 @@ def directional(name: str, x, n: int, direction):
     return (loss(x + h * direction) - loss(x - h * direction)) / (2 * h)
 
 
+def assert_value_and_gradient(run, name: str, n: int) -> None:
+    """They are those of NumPy, and of differences."""
+    x, index = arguments(n)
+    result = run(program_of(name, n))(x, index)
+    want = MOVES[name][1](np.sin(x), n) * x
+    np.testing.assert_allclose(result, want, rtol=1e-5, atol=1e-6)
+    direction = np.cos(np.arange(3 * n)).reshape(n, 3)
+    grad = run(jax.grad(loss_of(name, n)))(x, index)
+    expected = directional(name, x, n, direction)
+    np.testing.assert_allclose((grad * direction).sum(), expected, rtol=1e-3)
+
+
 @pytest.mark.sampled
 @checkerboard(13, mesh=MESHES, name=MOVES)
 def test_values_and_gradients(name, mesh):
     n, make = MESHES[mesh]
-    x, index = arguments(n)
-    want = MOVES[name][1](np.sin(x), n) * x
     with in_mesh(make and make()):
         for run in (jax.jit, functools.partial(drjax.jit, groups_per_step=1)):
-            result = run(program_of(name, n))(x, index)
-            np.testing.assert_allclose(result, want, rtol=1e-5, atol=1e-6)
-            direction = np.cos(np.arange(3 * n)).reshape(n, 3)
-            grad = run(jax.grad(loss_of(name, n)))(x, index)
-            expected = directional(name, x, n, direction)
-            np.testing.assert_allclose((grad * direction).sum(), expected, rtol=1e-3)
+            assert_value_and_gradient(run, name, n)
 
 
 @pytest.mark.sampled
@@ -252,15 +257,8 @@ def test_a_permutation_needs_a_permute_for_each_group_of_a_device_at_most():
 @checkerboard(5, mesh=MESHES, name=MOVES)
 def test_values_and_gradients_by_the_exchanges_of_large_programs(name, mesh):
     n, make = MESHES[mesh]
-    x, index = arguments(n)
-    want = MOVES[name][1](np.sin(x), n) * x
-    direction = np.cos(np.arange(3 * n)).reshape(n, 3)
     with in_mesh(make and make()), exchanges_of_large_programs():
-        result = jax.jit(program_of(name, n))(x, index)
-        np.testing.assert_allclose(result, want, rtol=1e-5, atol=1e-6)
-        grad = jax.jit(jax.grad(loss_of(name, n)))(x, index)
-        expected = directional(name, x, n, direction)
-        np.testing.assert_allclose((grad * direction).sum(), expected, rtol=1e-3)
+        assert_value_and_gradient(jax.jit, name, n)
 
 
 @pytest.mark.parametrize(
