@@ -326,13 +326,7 @@ def _on_platforms(
     other: Callable[..., DeviceArray],
     *args: Array,
 ) -> DeviceArray:
-    """Call the function for the platform for which the program is lowered.
-
-    On a mesh with another axis that is Explicit it is `other`: `on_tpu` forgets how
-    that axis shards slices.
-    """
-    if layout.other_explicit_axes:
-        return other(*args)
+    """Call the function for the platform for which the program is lowered."""
     args = tuple(vary(x, layout.axes) for x in args)
     platforms = dict.fromkeys(_RAGGED_PLATFORMS, on_tpu)
     return lax.platform_dependent(*args, **platforms, default=other)
@@ -438,7 +432,9 @@ def _exchange_ragged(
     table = [vary(t.astype(jnp.int32), layout.axes) for t in table]
 
     def exchange(x: DeviceArray) -> DeviceArray:
-        empty = vary(jnp.zeros_like(x, shape=(count, *x.shape[1:])), layout.axes)
+        # Of the type of a slice, which Explicit axes may shard.
+        zero = jnp.zeros_like(lax.index_in_dim(x, 0, keepdims=False))
+        empty = vary(lax.broadcast(zero, (count,)), layout.axes)
         return lax.ragged_all_to_all(x, empty, *table, axis_name=layout.axes)
 
     return _move_bits(exchange, x, adds=False)
