@@ -12,7 +12,6 @@ is cheap, the planner computes it in each step of a scan (`rematerialize_loops`)
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-import jax
 from jax import lax
 
 from drjax import _compat
@@ -95,23 +94,9 @@ def _call(
     return inside(eqn.params["jaxpr"], operands)
 
 
-def _checkpoint(
-    eqn: Eqn, operands: list[Operand], inside: Run, array: Callable[[Operand], Array]
-) -> list[Array]:
-    params = eqn.params
-    call = jax.checkpoint(
-        lambda: inside(params["jaxpr"], operands),
-        prevent_cse=params["prevent_cse"],
-        policy=params["policy"],
-    )
-    return call()
-
-
 _RULES = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,
     "jit": _call,
-    "pjit": _call,
-    "checkpoint": _checkpoint,
 }
