@@ -4,37 +4,27 @@
 
 Replicas of a model train in datacenters with a slow link between them. Data parallelism
 averages their gradients in every step; DiLoCo (Douillard et al. 2023, arXiv 2311.08105,
-algorithm 1) averages what H steps have changed:
+algorithm 1) averages what H steps have changed; Streaming DiLoCo (Douillard et al.
+2025, arXiv 2501.18512, algorithm 2) does so for a fragment of three layers at a time,
+and may receive it a step later. How fast has the link to be, so that the accelerators
+compute for 99 % of the time? Two published tables answer this by simulation: Table 4 of
+the latter, and Table 6 of "Communication-Efficient Language Model Training Scales
+Reliably and Robustly: Scaling Laws for DiLoCo" (Charles et al. 2025, arXiv 2503.09799).
 
-    the server sends the model w
-    each replica, in parallel: w_i = w after H steps of AdamW on its own data
-    w = w - step of the server's Nesterov momentum for the mean of the w - w_i
+The simulated schedule is that of section 3.1 of the former. A step of t seconds has
+4 L - 1 nodes: for each of L layers the forward pass, the gradients of its parameters,
+those of its input (not of the first layer), and its reduction. The reduction starts
+after the gradients of the parameters; the link does one at a time; and the forward pass
+of the layer waits for it, in the next step or `delay` steps later. The tables do not
+say in which order layers are reduced that wait for the link: here the first layer goes
+first, as it is needed first. The bandwidth is the first of `logspace(-1, 3, 50)` Gbit/s
+that reaches the compute utilization.
 
-How fast has the link to be, so that the accelerators compute for 99 % of the time? This
-is Table 6 of "Communication-Efficient Language Model Training Scales Reliably and
-Robustly: Scaling Laws for DiLoCo" (Charles et al. 2025, arXiv 2503.09799). Let
-a step compute for t seconds, and a round of H steps communicate b bits over a link of W
-bits a second.
-
-* A reduction starts when the backward pass of its layer ends, the last layer's first,
-  and the link does one at a time. With L equal layers, their backward passes 2/3 of t,
-
-      idle = max(2/3 t / L + b / W, 2/3 t + b / W / L) - 2/3 t
-
-* The compute utilization is H t / (H t + idle), and the bandwidth that it needs is the
-  first of `logspace(-1, 3, 50)` Gbit/s that reaches it.
-
-A bandwidth-optimal all-reduce sends 2 (1 - 1/m) times the bytes that a device puts into
-it (Patarasuk and Yuan 2009); for m = 2 this is 1. The bytes are those of the plan's
-ledger, `plan.communication(2)`, of programs that train a transformer with 10 billion
-parameters in bfloat16. They are planned from shapes; nothing is allocated.
-`--plan FILE` adds a line for any saved plan.
-
-The ledger has 16 bits for a parameter, and with these the published numbers are not
-reached: the table presupposes fewer, and this file does not know why. So the bits are
-inferred from the five numbers of the data-parallel line of 10 billion parameters. The
-twenty of DiLoCo, and the 25 of Llama 3 405B, whose steps take 26 s, are then
-predictions. The data-parallel line of the latter alone infers the bits a second time.
+The bits are those of the plan's ledger, `plan.communication(2)`, of programs that train
+a transformer with 10 billion parameters in bfloat16: 16 for each parameter. A
+bandwidth-optimal all-reduce sends 2 (1 - 1/m) times the bytes that a device puts into
+it (Patarasuk and Yuan 2009); for m = 2 this is 1. The programs are planned from shapes;
+nothing is allocated. No number is fitted. `--plan FILE` adds a line for any saved plan.
 """
 
 import dataclasses
@@ -51,7 +41,6 @@ from matplotlib.figure import Figure
 
 import drjax
 from drjax.compiled import Report
-from drjax.plan import Plan
 from examples.algorithms import bandwidth
 from examples.common import results
 from examples.common.devices import make_mesh
@@ -71,13 +60,13 @@ class Config:
         dtype="bfloat16",
         param_dtype="bfloat16",
     )
-    """The model; by default the one with 10 billion parameters."""
-    seconds: float = 0.8
-    """Time to compute a step of a replica, or one of the plan in --plan."""
-    steps: tuple[int, ...] = (10, 50, 100, 300)
-    """Inner steps of DiLoCo between two reductions (H)."""
+    """The model whose bits are counted; by default with 10 billion parameters."""
+    tables: tuple[int, ...] = (4, 6)
+    """Which to simulate, 4 of Douillard et al. 2025 and 6 of Charles et al. 2025."""
     plan: Path | None = None
     """A plan file to simulate, with bits as in its ledger."""
+    seconds: float = 0.8
+    """Time to compute a step of the plan in --plan."""
     devices: int = 2
     """Devices of a small round that is run and compared with its ledger."""
     groups_per_step: int | None = None
@@ -86,34 +75,98 @@ class Config:
     """Seed of the small model and its data."""
 
 
-class Model(NamedTuple):
-    """Of Table 6: billions of parameters, time of a step, layers, Gbit/s by H."""
+STREAMING = "Streaming DiLoCo"
 
+
+class Model(NamedTuple):
+    """Of a table: billions of parameters, time of a step, layers, its lines."""
+
+    table: int
     billions: float
     seconds: float
     layers: int
-    quoted: dict[int, tuple[float, ...]]  # H = 0: data-parallel
+    quoted: dict[str, tuple[float, ...]]
+
+    def schedule(self, line: str) -> dict[str, int]:
+        """Arguments of `utilization`."""
+        if line.startswith("DiLoCo"):
+            return {"H": int(line.split()[-1])}
+        if line == "data-parallel":
+            return {}
+        fragments = self.layers // bandwidth.LAYERS
+        return {"H": 100, "fragments": fragments, "delay": int(line != STREAMING)}
+
+    def indices(self, line: str, bits: float) -> np.ndarray:
+        """The bandwidths that a line needs, as indices in GRID."""
+        timing = bits * self.billions, self.seconds, self.layers
+        return bandwidth.needed(*timing, **self.schedule(line))
 
 
-LLAMA = Model(
-    *(405.0, 26.0, 126),  # Llama 3 405B has 126 layers
-    {
-        0: (126.5, 222.3, 268.3, 323.8, 323.8),
-        10: (19.3, 72.0, 126.5, 184.2, 268.3),
-        50: (3.6, 13.3, 28.1, 59.6, 184.2),
-        100: (2.0, 7.5, 16.0, 33.9, 126.5),
-        300: (0.7, 3.0, 6.2, 13.3, 59.6),
-    },
+MODELS = (
+    Model(
+        *(4, 1.0, 0.1, 24),
+        {
+            "data-parallel": (86.8, 152.6, 184.2, 222.3, 569.0),
+            "DiLoCo, H = 100": (1.4, 6.2, 13.3, 23.3, 86.8),
+            STREAMING: (1.4, 5.2, 9.1, 16.0, 28.1),
+            "overlapped": (1.4, 4.3, 6.2, 9.1, 11.0),
+            "overlapped, fp4": (0.4, 0.9, 1.7, 2.0, 3.0),
+        },
+    ),
+    Model(
+        *(4, 10.0, 0.8, 48),
+        {
+            "data-parallel": (104.8, 222.3, 222.3, 268.3, 471.5),
+            "DiLoCo, H = 100": (1.7, 7.5, 16.0, 33.9, 104.8),
+            STREAMING: (1.7, 5.2, 9.1, 13.3, 19.3),
+            "overlapped": (1.7, 3.6, 5.2, 6.2, 7.5),
+            "overlapped, fp4": (0.4, 0.9, 1.4, 1.4, 1.7),
+        },
+    ),
+    Model(
+        *(4, 100.0, 4.9, 108),
+        {
+            "data-parallel": (184.2, 323.8, 390.7, 390.7, 471.5),
+            "DiLoCo, H = 100": (3.0, 11.0, 23.3, 49.4, 184.2),
+            STREAMING: (2.4, 6.2, 9.1, 11.0, 19.3),
+            "overlapped": (1.7, 3.6, 4.3, 5.2, 5.2),
+            "overlapped, fp4": (0.5, 0.9, 1.1, 1.1, 1.4),
+        },
+    ),
+    Model(
+        *(6, 10.0, 0.8, 48),
+        {
+            "data-parallel": (104.8, 184.2, 222.3, 222.3, 390.7),
+            "DiLoCo, H = 10": (16.0, 49.4, 86.8, 152.6, 222.3),
+            "DiLoCo, H = 50": (3.0, 11.0, 23.3, 41.0, 126.5),
+            "DiLoCo, H = 100": (1.4, 6.2, 13.3, 23.3, 86.8),
+            "DiLoCo, H = 300": (0.5, 2.0, 4.3, 9.1, 41.0),
+        },
+    ),
+    Model(
+        *(6, 405.0, 26.0, 126),  # Llama 3 405B has 126 layers
+        {
+            "data-parallel": (126.5, 222.3, 268.3, 323.8, 323.8),
+            "DiLoCo, H = 10": (19.3, 72.0, 126.5, 184.2, 268.3),
+            "DiLoCo, H = 50": (3.6, 13.3, 28.1, 59.6, 184.2),
+            "DiLoCo, H = 100": (2.0, 7.5, 16.0, 33.9, 126.5),
+            "DiLoCo, H = 300": (0.7, 3.0, 6.2, 13.3, 59.6),
+        },
+    ),
+    Model(
+        *(6, 671.0, 20.0, 61),  # DeepSeek-V3 has 61 layers
+        {
+            "data-parallel": (323.8, 569.0, 686.6, 686.6, np.inf),
+            "DiLoCo, H = 10": (49.4, 152.6, 268.3, 390.7, 686.6),
+            "DiLoCo, H = 50": (7.5, 33.9, 72.0, 126.5, 390.7),
+            "DiLoCo, H = 100": (4.3, 16.0, 41.0, 72.0, 268.3),
+            "DiLoCo, H = 300": (1.7, 6.2, 13.3, 28.1, 126.5),
+        },
+    ),
 )
-QUOTED = {  # of the model with 10 billion parameters
-    0: (104.8, 184.2, 222.3, 222.3, 390.7),
-    10: (16.0, 49.4, 86.8, 152.6, 222.3),
-    50: (3.0, 11.0, 23.3, 41.0, 126.5),
-    100: (1.4, 6.2, 13.3, 23.3, 86.8),
-    300: (0.5, 2.0, 4.3, 9.1, 41.0),
-}
-BITS = 16  # of a parameter in the ledger
-STEP = bandwidth.GRID[1] / bandwidth.GRID[0]
+
+
+GBITS = np.append(bandwidth.GRID, np.inf)  # where none is enough
 
 
 def make_loss(graphdef: nnx.GraphDef):
@@ -157,17 +210,15 @@ def make_diloco(loss, inner, outer, replicas=2, wire=None):
 
 
 def index_of(quoted) -> np.ndarray:
-    """The indices in GRID of published, rounded bandwidths."""
-    return np.abs(np.log(bandwidth.GRID / np.array(quoted)[:, None])).argmin(1)
+    """The indices in GRID of published, rounded bandwidths; its length if none."""
+    ratios = np.array(quoted)[:, None] / bandwidth.GRID
+    nearest = np.abs(np.log(ratios)).argmin(1)
+    return np.where(np.isinf(quoted), len(bandwidth.GRID), nearest)
 
 
-def shown(indices) -> list[str]:
-    return [
-        f"{bandwidth.GRID[i]:.1f}"
-        if i < len(bandwidth.GRID)
-        else f"> {bandwidth.GRID[-1]:g}"
-        for i in indices
-    ]
+def shown(bandwidths) -> list[str]:
+    most = bandwidth.GRID[-1]
+    return [f"{x:.1f}" if x <= most else f"> {most:g}" for x in bandwidths]
 
 
 def inner_state(inner, params, replicas=2):
@@ -175,43 +226,22 @@ def inner_state(inner, params, replicas=2):
     return jax.vmap(inner.init, axis_size=replicas, in_axes=None)(params)
 
 
-def make_plans(config: Config) -> tuple[dict[str, tuple[int, Plan]], int]:
-    """By name: H (0: data-parallel) and the plan. And the number of parameters."""
-    model = nnx.eval_shape(lambda: Transformer(config.model, nnx.Rngs(0)))
-    graphdef, params = nnx.split(model)
+def bits_of_plans(model: TransformerConfig, H=100) -> dict[str, float]:
+    """Bits of a parameter that a program sends each time, by its ledger."""
+    network = nnx.eval_shape(lambda: Transformer(model, nnx.Rngs(0)))
+    graphdef, params = nnx.split(network)
     loss, inner = make_loss(graphdef), optax.adamw(1e-4)
     outer = optax.sgd(0.7, 0.9, nesterov=True)
     moments, momentum = (jax.eval_shape(x.init, params) for x in (inner, outer))
     tokens = lambda *steps: jax.ShapeDtypeStruct((2, *steps, 8, 2049), jnp.int32)
     step = make_data_parallel(loss, inner)
-    plans = {"data-parallel": (0, drjax.make_plan(step)(params, moments, tokens()))}
-    moments = jax.eval_shape(lambda x: inner_state(inner, x), params)
-    rounds = [(f"DiLoCo, H = {steps}", steps, None) for steps in config.steps]
-    rounds += [
-        (f"DiLoCo, H = {config.steps[-1]}, fp4", config.steps[-1], "float4_e2m1fn")
-    ]
-    for name, steps, wire in rounds:
-        args = params, moments, momentum, tokens(steps)
+    plans = {"data-parallel": drjax.make_plan(step)(params, moments, tokens())}
+    args = jax.eval_shape(lambda x: inner_state(inner, x), params), momentum, tokens(H)
+    for name, wire in ("DiLoCo", None), ("fp4", "float4_e2m1fn"):
         train_round = make_diloco(loss, inner, outer, wire=wire)
-        plans[name] = steps, drjax.make_plan(train_round)(*args)
-    return plans, sum(x.size for x in jax.tree.leaves(params))
-
-
-def infer_bits(model: Model, lines=(0,)) -> np.ndarray:
-    """Bits of a parameter for which published lines are nearest, in steps of GRID."""
-    bits = np.arange(8, 20, 0.05)
-    residual = np.zeros(len(bits))
-    for steps in lines:
-        line = np.array([indices(model, b, steps) for b in bits])
-        residual += np.abs(line - index_of(model.quoted[steps])).sum(1)
-    return bits[residual == residual.min()]
-
-
-def indices(model: Model, bits: float, steps: int) -> np.ndarray:
-    """The bandwidths that a model needs, as indices in GRID."""
-    return bandwidth.needed(
-        bits * model.billions, model.seconds, max(1, steps), model.layers
-    )
+        plans[name] = drjax.make_plan(train_round)(params, *args)
+    parameters = sum(x.size for x in jax.tree.leaves(params))
+    return {x: bandwidth.link_gbits(y) / parameters * 1e9 for x, y in plans.items()}
 
 
 def run_small_round(config: Config):
@@ -235,101 +265,93 @@ def run_small_round(config: Config):
 
 
 def main(config: Config) -> results.Results:
-    """Plans the programs, infers the bits, and compares with the published table."""
+    """Plans the programs, simulates their schedules, compares with the tables."""
     counted, expected, weights = run_small_round(config)
     if counted != expected:
         raise ValueError(f"{counted} bytes are reduced, {expected} in the ledger.")
-    grid, table = {}, []
+    grid, table, curves, off = {}, [], {}, {x: [] for x in config.tables}
     if config.plan is not None:
         gbits = bandwidth.link_gbits(drjax.load_plan(config.plan))
-        grid[config.plan.name] = bandwidth.needed(gbits, config.seconds)
-        table.append([config.plan.name, *shown(grid[config.plan.name])])
-    plans, parameters = make_plans(config)
-    layers = config.model.layers
-    ours = Model(parameters / 1e9, config.seconds, layers, QUOTED)
-    inferred, confirmed = infer_bits(ours), infer_bits(LLAMA)
-    everything = infer_bits(ours, tuple(QUOTED))
-    bits = inferred.mean()
-    off, at_16, curves = [], [], {}
-    for model in (ours, LLAMA):
-        for name, (steps, plan) in plans.items():
-            counted_bits = bandwidth.link_gbits(plan) / ours.billions  # of a parameter
-            line = f"{model.billions:.0f}B, {name}"
-            scaled = counted_bits * bits / BITS
-            cells = shown(grid.setdefault(line, indices(model, scaled, steps)))
-            if steps in model.quoted and "fp4" not in name:
-                quoted = index_of(model.quoted[steps])
-                off.append(grid[line] - quoted)
-                at_16.append(indices(model, counted_bits, steps) - quoted)
-                pairs = zip(cells, model.quoted[steps], strict=True)
-                cells = [f"{x} ({y})" for x, y in pairs]
-            table.append([line, *cells])
-            timing = model.seconds, max(1, steps), model.layers
-            curves[line] = bandwidth.utilization(
-                scaled * model.billions, bandwidth.GRID, *timing
-            )
-    residual, above = np.abs(off), np.array(at_16).max()
-    within = residual.max()
+        layers = config.model.layers
+        found = GBITS[bandwidth.needed(gbits, config.seconds, layers)]
+        grid[config.plan.name] = found
+        table.append([config.plan.name, *shown(found)])
+    bits = bits_of_plans(config.model)
+    for model in MODELS:
+        if model.table not in config.tables:
+            continue
+        for line, quoted in model.quoted.items():
+            kind = next((x for x in ("data-parallel", "fp4") if x in line), "DiLoCo")
+            counted_bits = bits[kind]
+            name = f"{model.table}: {model.billions:.0f}B, {line}"
+            indices = model.indices(line, counted_bits)
+            off[model.table].append(indices - index_of(quoted))
+            grid[name] = GBITS[indices]
+            pairs = zip(shown(grid[name]), shown(quoted), strict=True)
+            table.append([name, *(f"{x} ({y})" for x, y in pairs)])
+            if model.billions in (10, 405):
+                gbits, schedule = counted_bits * model.billions, model.schedule(line)
+                timing = model.seconds, model.layers
+                utilizations = [
+                    bandwidth.utilization(gbits, W, *timing, **schedule)
+                    for W in bandwidth.GRID
+                ]
+                curves[model.table, model.billions, line] = utilizations, quoted
+    far = {x: np.abs(y) for x, y in off.items()}
+    most = max(x.max() for x in far.values())
+    counts = "; ".join(
+        f"Table {x}: {(y == 0).sum()} of {y.size} equal, {(y <= 1).sum()} within one "
+        f"step, all within {y.max()}"
+        for x, y in far.items()
+    )
     result = results.Results(
-        title="Gbit/s for a compute utilization, in brackets the paper's",
-        columns=["", *(f"{target:.0%}" for target in bandwidth.TARGETS)],
+        title="Gbit/s for a compute utilization, in brackets the published",
+        columns=["table, model", *(f"{target:.0%}" for target in bandwidth.TARGETS)],
         table=table,
-        measured=f"{bits:.1f} bits for a parameter, inferred from five numbers of "
-        f"Table 6, give its {residual.size} within {within} step of its grid, "
-        f"{(residual == 0).sum()} equal; one 405B line alone gives "
-        f"{confirmed.mean():.1f}.",
-        paper="data-parallel 104.8 to 390.7, DiLoCo with H = 300 0.5 to 41.0 Gbit/s "
-        "for 10B parameters; 126.5 to 323.8 and 0.7 to 59.6 for Llama 3 405B (Charles "
-        "et al. 2025, Table 6).",
-        badge="order reached" if within <= 1 else None,
+        measured=f"{bits['DiLoCo']:g} bits of the ledger, nothing fitted, in steps of "
+        f"the published grid, 21 %: {counts}.",
+        paper="for 99 % at 10B, data-parallel 471.5 Gbit/s, DiLoCo 104.8, Streaming "
+        "DiLoCo 19.3, overlapped 7.5, with fp4 1.7 (Douillard et al. 2025, Table 4); "
+        "at 405B, data-parallel 323.8, DiLoCo with H = 300 59.6 (Charles et al. 2025, "
+        "Table 6).",
+        badge="order reached" if most <= 2 else None,
         numbers={
-            name: bandwidth.GRID[np.minimum(x, 49)].tolist() for name, x in grid.items()
+            name: np.minimum(x, bandwidth.GRID[-1]).tolist() for name, x in grid.items()
         }
         | {"small round": weights},
         remarks=[
-            f"The bits are inferred: {inferred[0]:.1f} to {inferred[-1]:.1f} leave the "
-            "fewest steps of the grid between the data-parallel line of 10B and the "
-            "paper's, and the middle is taken, which predicts all other lines. From "
-            f"the data-parallel line of Llama 3 405B alone they are {confirmed[0]:.1f} "
-            f"to {confirmed[-1]:.1f}, {confirmed.mean():.2f} in the middle; all lines "
-            f"of 10B together are nearest for {everything.mean():.1f}. Only bits "
-            "divided by the step's time can be inferred: a longer step has the same "
-            "effect.",
-            f"With the ledger's {BITS} bits of bfloat16 the numbers are up to {above} "
-            f"steps of the grid (a factor of {STEP**above:.2f}) above "
-            f"the paper's, and {np.sum(np.array(at_16) == 0)} of them equal.",
-            f"Steps take {ours.seconds} s and {LLAMA.seconds:.0f} s in the paper's "
-            f"table. {layers} layers for 10B, backward passes of 2/3 of a step, and "
-            "reductions of a layer behind its backward pass are assumptions; without "
-            "the overlap, no number of bits gives both the first and the last column.",
+            "The two tables differ from each other for the same 10B model: DiLoCo with "
+            "H = 100 needs 1.7 to 104.8 Gbit/s in Table 4, and 1.4 to 86.8 in Table 6.",
+            "An assumption is the order of layers that wait for the link: the first "
+            "one goes first, so that the next step can begin. If the last one did, "
+            "data parallelism could not overlap reductions with the next step.",
+            f"In fp4, a parameter and its share of a scale are {bits['fp4']:g} bits in "
+            "the ledger; the paper counts 4. Models of a table are taken to have equal "
+            "layers, and for each parameter the bits of the model that is planned.",
             f"A small round on {config.devices} devices reduced {counted:,} bytes, as "
             "its ledger says.",
-            "Not in the paper: the lines with fp4, by the library's `wire=`; their "
-            "bits are those of the ledger, scaled as the others.",
         ],
     )
-    result.write(config.output, config, draw(curves, (ours, LLAMA)))
+    result.write(config.output, config, draw(curves))
     return result
 
 
-def draw(curves, models) -> Figure:
-    """Utilization by bandwidth, with the paper's numbers as points."""
+def draw(curves) -> Figure:
+    """Utilization by bandwidth, with the published numbers as points."""
     figure = Figure(figsize=(9.6, 3.8), layout="constrained")
-    panels = figure.subplots(1, len(models), sharey=True)
-    for axes, model in zip(panels, models, strict=True):
-        title = f"{model.billions:.0f}B"
-        for name, values in curves.items():
-            if name.startswith(title):
-                axes.plot(bandwidth.GRID, values, label=name.removeprefix(f"{title}, "))
-        for steps, quoted in model.quoted.items():
-            label = None if steps else "paper"
-            axes.plot(
-                quoted, bandwidth.TARGETS, "o", color="0.2", markersize=4, label=label
-            )
+    models = dict.fromkeys(key[:2] for key in curves)
+    panels = figure.subplots(1, len(models), sharey=True, squeeze=False)[0]
+    for axes, (table, billions) in zip(panels, models, strict=True):
+        for (*model, line), (values, quoted) in curves.items():
+            if model == [table, billions]:
+                (drawn,) = axes.plot(bandwidth.GRID, values, label=line)
+                color = drawn.get_color()
+                axes.plot(quoted, bandwidth.TARGETS, "o", color=color, markersize=4)
+        title = f"{billions:.0f}B, Table {table}"
         axes.set(xscale="log", xlabel="bandwidth (Gbit/s)", title=title)
         axes.grid(alpha=0.3)
+        axes.legend(fontsize="x-small", loc="lower right")
     panels[0].set_ylabel("compute utilization")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
     return figure
 
 
