@@ -12,7 +12,7 @@ from pathlib import Path
 
 import nox
 
-nox.options.default_venv_backend = "venv"
+nox.options.default_venv_backend = "uv|venv"  # uv installs in a fifth of the time
 nox.options.sessions = ["lint", "types", "tests"]
 
 ENGINES = ("beam", "flower", "federated_language")  # that one environment can have
