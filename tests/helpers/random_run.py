@@ -36,6 +36,7 @@ from drjax._planner.unbatching.rules import UNBATCHING_RULES
 from drjax.backends import Groups
 from drjax.backends.xla import reuse_accumulators
 from drjax.backends.xla.chunked_stage import ChunkedStage
+from tests.helpers.batches import batches_of
 from tests.helpers.exchanges import exchanges_of_large_programs
 from tests.helpers.interpreter import interpreted, stage_runner
 from tests.helpers.meshes import in_mesh
@@ -114,6 +115,9 @@ def check(program: Program) -> None:
                 with tempfile.TemporaryDirectory() as folder:
                     loaded = saved(plan, Path(folder) / "plan.drjax")
                 compare(program, reference.compile(loaded)(*inputs), want)
+                with batches_of(2):
+                    run = drjax.backends.in_process.compile(loaded)
+                    compare(program, run(*inputs), want)
 
 
 def _has_extrema(program: Program) -> bool:

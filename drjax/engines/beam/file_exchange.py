@@ -256,7 +256,7 @@ class FileExchange(Keeping):
             yield _EMPTY_BLOCK, BlockResult([], [], failed)
             lazy = [x if _readable_by_workers(x) else None for x in call.slices]
             stage_run = StageRun(
-                self._files, folder, call.job.ops, starts, lazy, call.job.size,
+                self._files, folder, call.job.ops, starts, lazy, call.block_size,
                 call.job.stay, kept, _pieces(call.slices),
             )  # fmt: skip
             seen: set[str] = set()
@@ -329,7 +329,7 @@ class FileExchange(Keeping):
                 for i, j in itertools.pairwise(edges)
             )
         else:
-            parts = blocks_of_groups(others, call.alive, call.job.size)
+            parts = blocks_of_groups(others, call.alive, call.block_size)
         for block, why in parts:
             start = int(block.groups[0])
             # Also without slices: the mask excludes groups that were dropped, or that

@@ -74,8 +74,9 @@ def split(
                 "and its groups must use it: put them into one tuple."
             )
         # One worker: how many a pipeline has is not known.
-        size = BlockSize(a_round, plan.size, 1, options.timeout).value
-        size = options.block_size or size
+        own = BlockSize(a_round, plan.size, 1, options.timeout)
+        # The pipeline adds up what blocks return.
+        size = options.block_size or min(own.value, own.batch)
         # Of more groups a block would only have padding.
         size = size if plan.open_groups else min(size, plan.size)
         job = executable.job(a_round, env, "1", size, options)

@@ -2,14 +2,15 @@
 
 Input: a round with its value types, the numbers of groups and workers; then the
 measured times of the blocks of each round. Output: `BlockSize.value`, for the next run
-of the stage.
+of the stage, and `BlockSize.batch`, how many groups of a block run at once.
 
-In the first round that runs a stage the size is what fits into some bytes of the
-groups' inputs and results, but so little that each worker gets several blocks: one of
-them may be slower. Each block sends a partial reduction to the driver: where these are
-large, a block may hold the results of a few groups, so that not each one is sent. Later
-rounds know how long blocks take: short ones are joined, as each costs the driver and
-its worker about a millisecond, and long ones are split.
+A batch is what fits into some bytes of the groups' inputs and results. A worker adds up
+the batches of a block, and a block sends one partial reduction. In the first round that
+runs a stage the size of a block is what fits into some bytes that are sent for each
+group, but so little that each worker gets several blocks: one of them may be slower.
+Where partial reductions are large, each worker gets one. Later rounds know how long
+blocks take: short ones are joined, as each costs the driver and its worker about a
+millisecond, and long ones are split.
 
 Invariants: the size changes at most `_CHANGES` times, and by at least a factor of two,
 as each change compiles the stage again in all workers.
@@ -28,7 +29,7 @@ from drjax._jaxprs.prng_keys import raw_type
 from drjax.engines.core.messages import BlockResult
 from drjax.plan import Round, Value
 
-_BYTES = 16 << 20  # of inputs and results of a block: sent in some 10 ms
+_BYTES = 16 << 20  # of a batch, and of what is sent of a block: sent in some 10 ms
 _RESULTS = 4  # as many bytes as so many partial reductions, if that is more
 _LEAST = 256  # bytes that a group needs anyway: some Python objects while it is read
 _BLOCKS = 4  # for each worker
@@ -39,24 +40,36 @@ _CHANGES = 2  # each one compiles the stage again in all workers
 class BlockSize:
     """The number of groups in a block of a stage, set by bytes, adjusted by run times.
 
-    `timeout` is how many seconds a block may take; None: no limit.
+    `kept` are the outputs of the stage whose slices are read after it, and `timeout` is
+    how many seconds a block may take; None: no limit.
 
     Attributes:
       value: The number of groups in a block of the stage's next run, at least 1.
+      batch: How many groups of a block may run at once, at least 1.
     """
 
-    def __init__(self, a_round: Round, n: int, workers: int, timeout: float | None):
+    def __init__(
+        self,
+        a_round: Round,
+        n: int,
+        workers: int,
+        timeout: float | None,
+        kept: Sequence[Value] = (),
+    ):
         stage = a_round.local
         own = [v for v in stage.inputs if v.partitioned]
         # All outputs, also those that are only reduced: the stage computes them for all
-        # groups of the block before it reduces them.
-        size = sum(map(_bytes, (*own, *stage.outputs)))
+        # groups of the batch before it reduces them.
+        at_once = sum(map(_bytes, (*own, *stage.outputs)))
+        self.batch = max(1, _BYTES // max(_LEAST, at_once))
+        of_group = sum(map(_bytes, (*own, *kept)))
         sent = sum(map(_bytes, a_round.combined))
         # Without a lower bound on bytes, scalars for each group would make blocks of
         # millions, whose Python objects take far more memory than their values.
-        self._fits = max(1, max(_BYTES, _RESULTS * sent) // max(_LEAST, size))
+        self._fits = max(1, max(_BYTES, _RESULTS * sent) // max(_LEAST, of_group))
         self._all = -(-n // workers)  # of one worker
-        self.value = max(1, min(self._fits, -(-n // (_BLOCKS * workers))))
+        blocks = max(1, min(_BLOCKS, _BYTES // max(1, sent)))
+        self.value = max(1, min(self._fits, -(-n // (blocks * workers))))
         # With a time limit blocks stay well below it, so that a slow machine is not
         # late.
         self._long = _LONG if timeout is None else min(_LONG, timeout / 4)

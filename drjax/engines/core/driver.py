@@ -17,7 +17,7 @@ is an error, whatever `on_error` says.
 
 import functools
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -200,17 +200,18 @@ class Runner:
         key = checkpoint.call_fingerprint(file, inputs, self.options)
         return checkpoint.FolderCheckpoint(self.options.checkpoint, key)
 
-    def block_size(self, a_round: Round, n: int) -> BlockSize:
+    def block_size(self, a_round: Round, n: int, kept: Sequence[Value]) -> BlockSize:
         """Return the `BlockSize` that chooses how many groups a block of a stage has.
 
-        The first call for a round, of the plan or of the body of a loop, and a number
-        of groups creates it; later calls return the same one, so that all calls of this
-        runner share what was measured.
+        `kept` are the outputs of the stage that are read after it. The first call for a
+        round, of the plan or of the body of a loop, and a number of groups creates it;
+        later calls return the same one, so that all calls of this runner share what was
+        measured.
         """
         key = self.executable.stage_index(a_round), n
         if key not in self._sizes:
             self._sizes[key] = BlockSize(
-                a_round, n, self.engine.workers, self.options.timeout
+                a_round, n, self.engine.workers, self.options.timeout, kept
             )
         return self._sizes[key]
 
@@ -456,14 +457,16 @@ class _Call:
         self.report.stages.append(stage_report)
         dropped_before, start = len(self.report.dropped), time.perf_counter()
         n = self.plan.size
-        block_size = runner.block_size(a_round, n)
+        block_size = runner.block_size(a_round, n, kept)
         # A block of more than n groups would only have more padding.
         size = min(options.block_size or block_size.value, n)
+        at_once = min(block_size.batch, size)
         call = StageCall(
             job=replace(
-                runner.executable.job(a_round, env, location, size, options),
+                runner.executable.job(a_round, env, location, at_once, options),
                 stay=runner.kept.staying(kept, staying),
             ),
+            block_size=size,
             slices=[as_slices(v, env[v]) for v in stage.inputs if v.partitioned],
             alive=self.alive.copy(),
             options=options,
@@ -473,7 +476,7 @@ class _Call:
         )
         fold = functools.partial(runner.executable.run_fold, env)
         stay = call.job.stay, runner.engine
-        results = StageResults(a_round, kept, n, call.job.size, fold, *stay)
+        results = StageResults(a_round, kept, n, size, fold, *stay)
         try:
             self._collect(call, results, stage_report, stage)
         except EngineError as error:

@@ -145,8 +145,8 @@ class ExecutablePlan:
 
         These are read from `env`. `location` is that of the round, for errors: `2`, or
         `2.scan.0.1` for round 1 in body 0 of the loop `scan` in round 2. `size` is the
-        number of groups in a block. Of the options `check_nans` and `on_error` are
-        used.
+        number of groups that run at once. Of the options `check_nans` and `on_error`
+        are used.
         """
         stage = a_round.local
         return Job(

@@ -27,7 +27,7 @@ class Job:
       stage: The index of the stage's round in `rounds_of(plan)`; rounds in loops count.
       location: The round and the name of the stage, for errors.
       ops: The operations of what a block returns, from `combine.ops_of`.
-      size: The block size: blocks with fewer groups are padded to it.
+      size: How many groups of a block run at once: fewer are padded to it.
       check_nans: Whether a group that yields a NaN has failed.
       drop: Whether to go on without groups that fail; if not, a block in which a group
         fails has no results.

@@ -14,7 +14,7 @@ workers must compute from the same file.
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,7 +44,7 @@ class File:
 
 @dataclass(frozen=True)
 class Block:
-    """c groups that a worker runs at once, with their inputs.
+    """c groups that a worker runs for one result, with their inputs.
 
     Attributes:
       groups: The group indices, int32 `[c]`.
@@ -86,8 +86,16 @@ class Block:
             [x[positions] for x in self.slices],
         )
 
+    def batches(self, size: int) -> Iterator[tuple[slice, "Block"]]:
+        """Yield the parts of up to `size` groups in which a group takes part."""
+        for low in range(0, len(self.groups), size):
+            part = slice(low, min(low + size, len(self.groups)))
+            if self.valid[part].any():
+                slices = [x[part] for x in self.slices]
+                yield part, Block(self.groups[part], self.valid[part], slices)
+
     def padded(self, size: int) -> "Block":
-        """Pad the block to `size` groups, so that all blocks of a stage have one shape.
+        """Pad the block to `size` groups, so that all batches have one shape.
 
         The result has arrays `[size, ...]`: the c groups, then masked copies of a
         group. A group that was masked before is replaced by such a copy, too. Copies
@@ -113,7 +121,7 @@ class Task:
 
     Attributes:
       stage: The index of the stage's round in `rounds_of(plan)`; rounds in loops count.
-      size: The block size: the worker pads the block to it.
+      size: How many groups of the block run at once: the worker pads each batch to it.
       check_nans: Whether a group that yields a NaN has failed.
       drop: Whether to go on without groups that fail; if not, a block in which a group
         fails has no results.
@@ -145,8 +153,9 @@ class BlockResult:
       partials: For each of the round's reductions but gathers the partial reduction
         over the block, an array, or None if no group of the block takes part; of one
         with `wire=` an `EncodedPartial`. If the round has folds, two kinds of arrays
-        follow: the index of the block's first group, int32 `[1]`, and the leaves of the
-        block's states, `[1, *s]`. Empty if the block has no results.
+        follow: the indices of the first groups of the block's k batches, int32 `[k]`,
+        and the leaves of the batches' states, `[k, *s]`. Empty if the block has no
+        results.
       slices: For each output of the stage that is read later an array `[c, ...]` of the
         groups' slices, unless they stay with the workers. Empty if the block has no
         results.

@@ -120,7 +120,7 @@ class _Scheduler:
         released.
         """
         call = self.call
-        loaded = blocks_of_groups(call.slices, call.alive, call.job.size)
+        loaded = blocks_of_groups(call.slices, call.alive, call.block_size)
         try:
             yield from self._run(loaded)
         except KeyboardInterrupt:

@@ -33,6 +33,7 @@ class StageCall:
       slices: The partitioned inputs of the stage, in order. If the groups of the stage
         are coordinates, these are columns.
       alive: Which groups take part, bool `[n]`; the others were dropped.
+      block_size: The number of groups in a block; the last may have fewer.
       lost: The engine calls it with the reason whenever a block is lost and tried
         again.
       cache: Where the engine may store objects, by keys of its own, between calls of
@@ -46,6 +47,7 @@ class StageCall:
     job: Job
     slices: list[Slices]
     alive: np.ndarray
+    block_size: int
     options: EngineOptions
     lost: Callable[[str], None]
     cache: dict[str, Any]

@@ -6,7 +6,8 @@ files with their compiled stages, by the hash of the file.
 
 Invariants: a failure of one group is reported for that group alone. A block that fails
 or yields NaN runs again to find which groups do, each alone or by halving the block. A
-block is padded to the block size, so that a stage compiles once.
+block runs in batches of one size, the last is padded, so that a stage compiles once;
+their partial reductions are added up on the device.
 
 Sharp edges: a group of a block that fails runs more than once. What fails in a block
 and in no group alone is raised as it is: then the block, not a group, was too much, as
@@ -20,8 +21,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,6 +31,7 @@ import numpy as np
 from drjax._plan.normal_form import rounds_of
 from drjax._plan_file.exported_stage import ExportedFunction, batched_of, exported_of
 from drjax._plan_file.load import plan_from_bytes
+from drjax._primitives.reduce_ops import REDUCE_OPS, Running, is_compensated
 from drjax.engines.core.encoded_partials import encode_partials, fits, wire_of
 from drjax.engines.core.messages import (
     Block,
@@ -92,17 +95,17 @@ class LoadedPlan:
         The slices of the result, `[c, ...]`, are without padding.
         """
         start, stage = time.perf_counter(), self._stages[task.stage]
-        block, failed, outs, error = task.block, {}, [], None
+        block, failed, outs, error = task.block, {}, None, None
         # The partial reductions include the groups that failed, so the block runs
         # again.
         for _ in range(2):  # as it is, then without the groups that failed
             if not block.valid.any():
                 break
             try:
-                outs, error = stage.run_batch(block, shared, task.size), None
+                outs, error = stage.run_block(block, shared, task.size), None
             except Exception as caught:
-                outs, error = [], caught
-            if error is None and not (task.check_nans and stage.has_nan(outs, block)):
+                outs, error = None, caught
+            if outs and not (task.check_nans and outs.has_nan(stage, block)):
                 break
             if error is None:
                 # A NaN in a reduction does not say whose it is.
@@ -123,19 +126,14 @@ class LoadedPlan:
         if error is not None and (not failed or (task.drop and block.valid.any())):
             raise error
         if not block.valid.any() or (failed and not task.drop):
-            outs = []
-        partials, slices = outs[: stage.partials], outs[stage.partials :]
-        if partials and task.encode:
-            count = len(stage.reduces)
-            encoded = encode_partials(stage.reduces, partials[:count])
-            partials = [*encoded, *partials[count:]]
-        if stage.states and partials:
-            # Driver and combiners put the blocks' states in order by this index.
-            first = block.groups[np.flatnonzero(block.valid)[:1]]
-            states = partials[-stage.states :]
-            partials = [*partials[: -stage.states], first, *(x[None] for x in states)]
-        # Without the padding.
-        slices = [x[: len(block.groups)] for x in slices]
+            outs = None
+        partials: list[Any] = []
+        if outs is not None:
+            encode = functools.partial(encode_partials, stage.reduces)
+            partials = encode(outs.partials) if task.encode else outs.partials
+            # Driver and combiners put the states in order by the first groups.
+            partials = [*partials, *([outs.first, *outs.states] if outs.states else ())]
+        slices = [] if outs is None else outs.slices
         seconds = time.perf_counter() - start
         return BlockResult(partials, slices, failed, os.getpid(), seconds)
 
@@ -168,23 +166,50 @@ class LoadedPlan:
         return BlockResult([], [], {}, os.getpid(), time.perf_counter() - start)
 
 
+@dataclass
+class StageOutputs:
+    """What a stage computed for a block of c groups, in k batches, on the host.
+
+    Attributes:
+      partials: The partial reductions over the block, `[*s]`.
+      first: The index of the first group that takes part of each batch, int32 `[k]`.
+      states: The leaves of the batches' states for folds, `[k, *s]`.
+      slices: The outputs that are read later, `[c, ...]`; undefined for masked groups.
+    """
+
+    partials: list[np.ndarray]
+    first: np.ndarray
+    states: list[np.ndarray]
+    slices: list[np.ndarray]
+
+    def has_nan(self, stage: "CompiledStage", block: Block) -> bool:
+        """Return whether outputs of a block have a NaN, except for masked groups.
+
+        What `wire=` would make a NaN counts as one: an infinity of a sum with it.
+        Partial reductions and states are looked at as a whole.
+        """
+        return (
+            any(map(_has_nan, self.partials, stage.encoded))
+            or any(map(_has_nan, self.states))
+            or any(_has_nan(x[block.valid]) for x in self.slices)
+        )
+
+
 class CompiledStage:
     """A local stage, whose exported functions are compiled when they are first used.
 
     Attributes:
       reduces: The `Reduce`s of the batched function's first outputs, which are partial
         reductions.
-      states: How many outputs after these are leaves of folded states.
-      partials: `len(reduces) + states`: the number of the first outputs of the batched
-        function, which are combined over blocks. The outputs after them are slices.
+      states: How many outputs after these are leaves of folded states. The outputs
+        after them are slices.
+      encoded: For each of `reduces` whether its partial reductions are encoded.
     """
 
     def __init__(self, stage: Stage, reduces: Sequence[Reduce], states: int = 0):
         self.stage, self.reduces, self.states = stage, reduces, states
-        self.partials = len(reduces) + states
-        encoded = [wire_of(reduce) is not None for reduce in reduces]
-        self._encoded = [*encoded, *[False] * states]
-        sources = itertools.compress(reduces, encoded)
+        self.encoded = [wire_of(reduce) is not None for reduce in reduces]
+        sources = itertools.compress(reduces, self.encoded)
         self._encoded_sources = {reduce.source.name for reduce in sources}
 
     @functools.cached_property
@@ -218,20 +243,71 @@ class CompiledStage:
         compiled = jax.jit(exported.function.call)
         return functools.partial(compiled, *exported_of(self.stage).consts)
 
-    def run_batch(
-        self, block: Block, shared: list[np.ndarray], size: int
-    ) -> list[np.ndarray]:
-        """Run the stage on a block, and wait for the results.
+    @functools.cached_property
+    def next_batch(self) -> functools.partial:
+        """The function of a further batch of a block, compiled.
 
-        One group of the block takes part at least. The results are what `batched`
-        returns, as numpy arrays, for the block padded to `size` groups.
+        It is `batched`, with the `Running` reductions of the batches before as its
+        first argument, whose memory it takes; they are what it returns first.
         """
-        # One shape for all blocks, so that XLA compiles the stage once.
-        padded = block.padded(size)
-        args = self._inputs(shared, padded.slices)
-        # On the host now, so that an error of the device is raised in this block.
-        outs = self.batched(padded.valid, padded.groups, *args)
-        return [np.asarray(y) for y in outs]
+        call = batched_of(self.stage).function.call
+
+        def run(running: list[Running], *args: Any) -> tuple[list[Running], list[Any]]:
+            outs = call(*args)
+            added = [x.add(y) for x, y in zip(running, outs, strict=False)]
+            return added, outs[len(running) :]
+
+        compiled = jax.jit(run, donate_argnums=0)
+        return lambda running, *args: compiled(
+            running, *exported_of(self.stage).consts, *args
+        )
+
+    def run_block(
+        self, block: Block, shared: list[np.ndarray], size: int
+    ) -> StageOutputs:
+        """Run the stage on a block in batches of `size` groups; wait for the results.
+
+        One group of the block takes part at least.
+        """
+        batches = -(-len(block.groups) // size)
+        if batches > 1:
+            # Once, and not for each batch.
+            shared = list(map(jax.device_put, shared))
+        running, first, states = self._identities(batches), [], []
+        parts: list[tuple[slice, list[np.ndarray]]] = []
+        for part, batch in block.batches(size):
+            # One shape for all batches, so that XLA compiles the stage once.
+            padded = batch.padded(size)
+            args = padded.valid, padded.groups, *self._inputs(shared, padded.slices)
+            if batches == 1:
+                outs = self.batched(*args)
+                sums, outs = outs[: len(running)], outs[len(running) :]
+            else:
+                running, outs = self.next_batch(running, *args)
+                sums = [x.value for x in running]
+            # On the host now, so that an error of the device is raised in this block.
+            outs = list(map(np.asarray, outs))
+            first.append(batch.groups[np.flatnonzero(batch.valid)[0]])
+            states.append(outs[: self.states])
+            # Without the padding.
+            parts.append((part, [y[: len(batch.groups)] for y in outs[self.states :]]))
+        return StageOutputs(
+            list(map(np.asarray, sums)),
+            np.array(first, np.int32),
+            [np.stack(x) for x in zip(*states, strict=True)],
+            _joined(parts, len(block.groups)),
+        )
+
+    def _identities(self, batches: int) -> list[Running]:
+        """Return the running reductions over no groups."""
+        types = batched_of(self.stage).function.out_avals
+        running = []
+        for reduce, x in zip(self.reduces, types, strict=False):
+            identity = REDUCE_OPS[reduce.op].identity(x.dtype)
+            make = lambda y, x=x: jax.numpy.full(x.shape, y, x.dtype)
+            excess = make(0) if is_compensated(reduce, batches) else None
+            running.append(Running(reduce.op, make(identity), excess))
+        return running
 
     def args_of_group(
         self, block: Block, shared: list[np.ndarray], position: int
@@ -251,19 +327,6 @@ class CompiledStage:
         inputs = self.stage.inputs
         return [next(slices_ if v.partitioned else shared_) for v in inputs]
 
-    def has_nan(self, outs: list[np.ndarray], block: Block) -> bool:
-        """Return whether outputs of a block have a NaN, except for masked groups.
-
-        What `wire=` would make a NaN counts as one: an infinity of a sum with it.
-        `outs` is what `run_batch` returned for `block`, which is not padded. Partial
-        reductions and states are looked at as a whole; of slices, masked groups and
-        padding are ignored.
-        """
-        partials, slices = outs[: self.partials], outs[self.partials :]
-        return any(map(_has_nan, partials, self._encoded)) or any(
-            _has_nan(x[: len(block.groups)][block.valid]) for x in slices
-        )
-
     def names_of_nans(self, outs: list[np.ndarray]) -> list[str]:
         """Return the names of the outputs of the stage, of one group, that have a NaN.
 
@@ -274,6 +337,20 @@ class CompiledStage:
             for value, y in zip(self.stage.outputs, outs, strict=True)
             if _has_nan(y, value.name in self._encoded_sources)
         ]
+
+
+def _joined(
+    parts: list[tuple[slice, list[np.ndarray]]], count: int
+) -> list[np.ndarray]:
+    """Join slices of parts of a block of `count` groups; no part: undefined."""
+    part, arrays = parts[0]
+    if part == slice(0, count):
+        return arrays
+    joined = [np.zeros((count, *x.shape[1:]), x.dtype) for x in arrays]
+    for part, arrays in parts:
+        for whole, x in zip(joined, arrays, strict=True):
+            whole[part] = x
+    return joined
 
 
 def _suspects(
@@ -297,7 +374,7 @@ def _suspects(
             # Masked, not cut: a smaller block would be compiled again.
             only = block.without(~np.isin(np.arange(len(block.groups)), half))
             left -= 1
-            if stage.has_nan(stage.run_batch(only, shared, size), only):
+            if stage.run_block(only, shared, size).has_nan(stage, only):
                 parts.append(half)
     # No suspect: infinities of the two halves added up to NaN, and no group has one.
     return np.sort(np.concatenate(suspects)) if suspects else np.zeros(0, int)

@@ -45,10 +45,16 @@ def test_by_bytes_of_inputs_and_results():
     assert block_size(1000).value == 125  # four for each worker
     assert block_size(1_000_000, floats=8).value == 65536  # 256 bytes at least
     assert block_size(1000, floats=1_000_000).value == 4
-    assert block_size(1000, results=1_000_000).value == 4
     assert block_size(100, floats=25_000_000).value == 1
-    assert block_size(100, results=25_000_000).value == 3  # fewer partial reductions
     assert block_size(3).value == 1
+
+
+def test_groups_with_large_results_are_added_up_in_the_worker():
+    size = block_size(1000, results=1_000_000)
+    assert (size.value, size.batch) == (125, 4)
+    size = block_size(100, results=25_000_000)
+    assert (size.value, size.batch) == (50, 1)  # one block for each worker
+    assert block_size(1000).batch == 65536
 
 
 def test_by_time_of_blocks():
