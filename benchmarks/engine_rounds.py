@@ -4,8 +4,9 @@
 
 *Small rounds*: 1000 groups take five steps of gradient descent on 2.6 MB of data. The
 hand-written baseline keeps each half of the data in an actor and sends the model. *Many
-groups*: a million of eight numbers. *Large results*: 100 groups, each with a result of
-100 MB; the memory of a worker is what is its own, at most.
+groups*: a million of eight numbers. *Sums in the workers*: results of the groups are
+added up, from 100 bytes to 100 MB each; actors of the baseline add up their own groups
+in a loop. The memory of a worker is what is its own, at most.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,8 @@ from benchmarks.worker import hello
 from drjax.backends import ray as backend
 
 SMALL, FEATURES, TURNS, ROUNDS = 1000, 16, 10, 20
-SLOWER, SECONDS = 1.5, 1.0  # the goals
+LARGE = (8, 25_000_000, 1), (64, 6_250_000, 1), (1_000_000, 25, 5000)
+SLOWER, SECONDS, ADDED_UP = 1.5, 1.0, 1.2  # the goals
 HAND_WRITTEN = "hand-written actor loop"  # what tables call the baseline
 
 
@@ -112,27 +115,92 @@ def many_groups(n: int = 1_000_000, runs: int = 6) -> list[dict[str, Any]]:
     return result
 
 
-def large_results(n: int = 100, floats: int = 25_000_000) -> list[dict[str, Any]]:
-    """Seconds of a round and the most memory of a worker, by the size of blocks."""
+class Scaled:
+    """An actor with numbers of some groups; `run` gives their scaled models' sum."""
+
+    def __init__(self, x, at_once):
+        self.x = jnp.asarray(x).reshape(-1, at_once)
+
+        def total(model, x):
+            add = lambda sum_, x: (sum_ + (model * x[:, None]).sum(0), None)
+            return jax.lax.scan(add, jnp.zeros_like(model), x)[0]
+
+        self.total = jax.jit(total)
+
+    def run(self, model):
+        return np.asarray(self.total(model, self.x))
+
+    def pid(self):
+        return os.getpid()
+
+
+def large_results(rounds: int = 4) -> list[dict[str, Any]]:
+    """Rounds that add up results of groups, and the same by hand, in turn."""
+    return [_added_up(n, floats, at_once, rounds) for n, floats, at_once in LARGE]
+
+
+def _added_up(n: int, floats: int, at_once: int, rounds: int) -> dict[str, Any]:
+    """Times, the most memory of a worker, and bytes that the driver gets in a round."""
+    ray = importlib.import_module("ray")
 
     @drjax.program(clients=n)
     def scaled(model, x):
         data = drjax.map_fn(lambda m, x: m * x, (drjax.broadcast(model), x))
         return drjax.reduce_mean(data)
 
-    args = np.ones(floats, np.float32), np.ones(n, np.float32)
-    plan, result = drjax.make_plan(scaled)(*args), []
-    for size in (None, 1, 13):
-        with backend.compile(plan, workers=2, block_size=size) as on_ray:
-            on_ray.engine.open()
-            engine: Any = on_ray.engine
-            with _Own([state.pid for state in engine.states()]) as memory:
-                times = _times(lambda: on_ray(*args), 2)
-            blocks = on_ray.report.stages[0].blocks
-        result.append(
-            {"size": size, "seconds": times, "blocks": blocks, "peak": memory.peak}
-        )
-    return result
+    model, x = np.ones(floats, np.float32), np.linspace(0.5, 1, n, dtype=np.float32)
+    plan = drjax.make_plan(scaled)(model, x)
+    alone = {"env_vars": {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}}
+    with backend.compile(plan, workers=2, ray_options={"num_cpus": 0}) as on_ray:
+        on_ray(model, x)
+        actor = ray.remote(Scaled).options(num_cpus=0, runtime_env=alone)
+        actors = [actor.remote(half, at_once) for half in np.array_split(x, 2)]
+
+        def actor_loop(model):
+            model = ray.put(model)
+            parts = ray.get([actor.run.remote(model) for actor in actors])
+            return (parts[0] + parts[1]) / n
+
+        engine: Any = on_ray.engine
+        loops = {"drjax": lambda model: on_ray(model, x), HAND_WRITTEN: actor_loop}
+        pids = {
+            "drjax": [state.pid for state in engine.states()],
+            HAND_WRITTEN: ray.get([actor.pid.remote() for actor in actors]),
+        }
+        out: dict[str, Any] = {name: {"seconds": []} for name in loops}
+        received = _Received(engine)
+        for name, loop in loops.items():
+            loop(model)  # compiles
+            with _Own(pids[name]) as memory:
+                _times(partial(loop, model), 3)
+            out[name]["peak"] = memory.peak
+        received.bytes = 0
+        on_ray(model, x)
+        out["drjax"]["bytes"] = received.bytes
+        out[HAND_WRITTEN]["bytes"] = len(actors) * model.nbytes
+        for i in range(rounds):
+            for name, loop in loops.items():
+                now = model + np.float32(i)
+                out[name]["seconds"] += _times(partial(loop, now), 1)
+        blocks = on_ray.report.stages[0].blocks
+        far = np.max(np.abs(actor_loop(model) - on_ray(model, x)))
+        for one in actors:
+            ray.kill(one)
+    return {"n": n, "floats": floats, "blocks": blocks, "difference": float(far)} | out
+
+
+class _Received:
+    """Counts the bytes of the partial reductions that come to the driver."""
+
+    def __init__(self, engine: Any):
+        self.bytes, result = 0, engine.result
+
+        def counted(handle: Any) -> Any:
+            done = result(handle)
+            self.bytes += sum(x.nbytes for x in done.partials)
+            return done
+
+        engine.result = counted
 
 
 def _times(fn: Callable[[], Any], runs: int) -> list[float]:
@@ -161,7 +229,7 @@ class _Own:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._done.wait(0.05):
+        while not self._done.wait(0.01):
             for pid in self._pids:
                 try:
                     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
@@ -188,6 +256,15 @@ def markdown(small: dict, many: list[dict], large: list[dict]) -> str:
             f"≤ {SECONDS:g}",
             f"{warm:.2f}",
             warm <= SECONDS,
+        ),
+        *(
+            (
+                f"{x['n']:,} results of {4e-6 * x['floats']:g} MB, drjax / by hand",
+                f"≤ {ADDED_UP:g}",
+                f"{_slower(x):.2f}",
+                _slower(x) <= ADDED_UP,
+            )
+            for x in large
         ),
     ]
     parts = [
@@ -217,21 +294,33 @@ def markdown(small: dict, many: list[dict], large: list[dict]) -> str:
                 for x in many
             ],
         ),
-        "## Large results\n\n100 groups with a result of 100 MB each.",
+        f"## Sums in the workers\n\nRatios are those of drjax to the {HAND_WRITTEN}; "
+        "of times the median, with quartiles, of "
+        f"{len(large[0]['drjax']['seconds'])} rounds of each in turn. The driver gets "
+        "partial sums.",
         report.table(
-            ["block_size", "blocks", "second round, s", "a worker's own memory, MB"],
-            [
-                [
-                    str(x["size"] or "default"),
-                    str(x["blocks"]),
-                    f"{x['seconds'][1]:.1f}",
-                    f"{x['peak'] / 1e6:,.0f}",
-                ]
-                for x in large
-            ],
+            ["groups", "result, MB", "blocks", "time", "memory", "to the driver, MB"],
+            [_large_line(x) for x in large],
         ),
     ]
     return "\n\n".join(parts)
+
+
+def _slower(x: dict[str, Any]) -> float:
+    return report.ratio(x["drjax"]["seconds"], x[HAND_WRITTEN]["seconds"])
+
+
+def _large_line(x: dict[str, Any]) -> list[str]:
+    ours, hand = x["drjax"], x[HAND_WRITTEN]
+    ratios = np.array(ours["seconds"]) / np.array(hand["seconds"])
+    low, middle, high = np.percentile(ratios, [25, 50, 75])
+    memory = ours["peak"] / hand["peak"]
+    return [
+        *(f"{x['n']:,}", f"{4e-6 * x['floats']:g}", f"{x['blocks']}"),
+        f"{middle:.2f} ({low:.2f} to {high:.2f})",
+        f"{memory:.2f} ({ours['peak'] / 1e6:,.0f} MB)",
+        f"{ours['bytes'] / 1e6:,.4g} ({hand['bytes'] / 1e6:,.4g} by hand)",
+    ]
 
 
 def main() -> None:

@@ -31,7 +31,8 @@ from drjax.plan import Round, Value
 
 _BYTES = 16 << 20  # of a batch, and of what is sent of a block: sent in some 10 ms
 _RESULTS = 4  # as many bytes as so many partial reductions, if that is more
-_LEAST = 256  # bytes that a group needs anyway: some Python objects while it is read
+_READ = 256  # bytes that a group needs while it is read: some Python objects
+_SENT = 8  # and if it is in an array: its index, and whether it takes part
 _BLOCKS = 4  # for each worker
 _SHORT, _LONG = 0.02, 5.0  # seconds that a block should take at least, and at most
 _CHANGES = 2  # each one compiles the stage again in all workers
@@ -40,8 +41,9 @@ _CHANGES = 2  # each one compiles the stage again in all workers
 class BlockSize:
     """The number of groups in a block of a stage, set by bytes, adjusted by run times.
 
-    `kept` are the outputs of the stage whose slices are read after it, and `timeout` is
-    how many seconds a block may take; None: no limit.
+    `one_by_one` says whether groups are read as Python objects; if not, their slices
+    are in arrays. `kept` are the outputs of the stage whose slices are read after it,
+    and `timeout` is how many seconds a block may take; None: no limit.
 
     Attributes:
       value: The number of groups in a block of the stage's next run, at least 1.
@@ -55,18 +57,20 @@ class BlockSize:
         workers: int,
         timeout: float | None,
         kept: Sequence[Value] = (),
+        one_by_one: bool = True,
     ):
         stage = a_round.local
         own = [v for v in stage.inputs if v.partitioned]
         # All outputs, also those that are only reduced: the stage computes them for all
         # groups of the batch before it reduces them.
         at_once = sum(map(_bytes, (*own, *stage.outputs)))
-        self.batch = max(1, _BYTES // max(_LEAST, at_once))
+        least = _READ if one_by_one else _SENT
+        self.batch = max(1, _BYTES // max(least, at_once))
         of_group = sum(map(_bytes, (*own, *kept)))
         sent = sum(map(_bytes, a_round.combined))
         # Without a lower bound on bytes, scalars for each group would make blocks of
         # millions, whose Python objects take far more memory than their values.
-        self._fits = max(1, max(_BYTES, _RESULTS * sent) // max(_LEAST, of_group))
+        self._fits = max(1, max(_BYTES, _RESULTS * sent) // max(least, of_group))
         self._all = -(-n // workers)  # of one worker
         blocks = max(1, min(_BLOCKS, _BYTES // max(1, sent)))
         self.value = max(1, min(self._fits, -(-n // (blocks * workers))))

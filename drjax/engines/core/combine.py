@@ -31,6 +31,7 @@ from drjax.plan import Fold, Reduce, Round
 Totals = list[Any]
 # The operation of what blocks return for folds: the group index, and states.
 FOLD = "fold"
+_PART = 1 << 16  # elements
 
 
 def ops_of(a_round: Round) -> tuple[str, ...]:
@@ -69,12 +70,15 @@ def _add(op: str, total: Any, partial: Any) -> Any:
     if op == FOLD:
         return [*(total or []), *(partial if isinstance(partial, list) else [partial])]
     reduce_op, partial = REDUCE_OPS[op], decoded(partial)
-    # Before it is added: in float32 the error of a running sum grows with the number
-    # of blocks.
-    partial = partial.astype(reduce_op.wide(partial.dtype), copy=False)
+    # Totals are wide: in float32 the error of a running sum grows with the number of
+    # blocks.
+    wide = np.dtype(reduce_op.wide(partial.dtype))
     if total is None:
         # A copy, as later blocks are added in place and this one may be read-only.
-        return np.array(partial)
+        return partial.astype(wide)
+    # NumPy itself casts what it knows, part by part.
+    if partial.dtype.kind not in "fiuc":
+        partial = partial.astype(wide)
     return reduce_op.ufunc(total, partial, out=total)
 
 
@@ -125,5 +129,10 @@ def result(reduce: Reduce, total: np.ndarray | None, groups: int) -> np.ndarray:
     op, source = REDUCE_OPS[reduce.op], reduce.source
     if total is None:  # no group takes part
         return np.full(source.shape, op.if_no_group, source.dtype)
-    # Groups that took part: a mean with dropped groups is that of survivors.
-    return np.asarray(op.finish(total, groups)).astype(source.dtype)
+    done = np.empty(np.shape(total), source.dtype)
+    # By parts, which stay in the processor's cache.
+    for low in range(0, done.size, _PART):
+        part = np.ravel(total)[low : low + _PART]
+        # Groups that took part: a mean with dropped groups is that of survivors.
+        done.reshape(-1)[low : low + _PART] = op.finish(part, groups)
+    return done

@@ -121,7 +121,7 @@ class Runner:
         self.plan, self.engine, self.options = plan, engine, options
         self.executable = ExecutablePlan(plan)
         self._owner = owner
-        self._sizes: dict[tuple, BlockSize] = {}  # by index of the stage, and n
+        self._sizes: dict[tuple, BlockSize] = {}  # by stage, n, and how it is read
         self.report = Report()
         self.engine_cache: dict[str, Any] = {}
         self._named: list[Groups] = []  # whose data the latest call reads
@@ -200,19 +200,21 @@ class Runner:
         key = checkpoint.call_fingerprint(file, inputs, self.options)
         return checkpoint.FolderCheckpoint(self.options.checkpoint, key)
 
-    def block_size(self, a_round: Round, n: int, kept: Sequence[Value]) -> BlockSize:
+    def block_size(
+        self, a_round: Round, n: int, kept: Sequence[Value], one_by_one: bool
+    ) -> BlockSize:
         """Return the `BlockSize` that chooses how many groups a block of a stage has.
 
-        `kept` are the outputs of the stage that are read after it. The first call for a
-        round, of the plan or of the body of a loop, and a number of groups creates it;
-        later calls return the same one, so that all calls of this runner share what was
-        measured.
+        `kept` are the outputs of the stage that are read after it; `one_by_one` says
+        whether its groups are read so. The first call for a round, of the plan or of
+        the body of a loop, and a number of groups creates it; later calls return the
+        same one, so that all calls of this runner share what was measured.
         """
-        key = self.executable.stage_index(a_round), n
+        key = self.executable.stage_index(a_round), n, one_by_one
         if key not in self._sizes:
-            self._sizes[key] = BlockSize(
-                a_round, n, self.engine.workers, self.options.timeout, kept
-            )
+            timeout = self.options.timeout
+            workers = self.engine.workers
+            self._sizes[key] = BlockSize(a_round, n, workers, timeout, kept, one_by_one)
         return self._sizes[key]
 
     def close(self) -> None:
@@ -457,7 +459,9 @@ class _Call:
         self.report.stages.append(stage_report)
         dropped_before, start = len(self.report.dropped), time.perf_counter()
         n = self.plan.size
-        block_size = runner.block_size(a_round, n, kept)
+        slices = [as_slices(v, env[v]) for v in stage.inputs if v.partitioned]
+        one_by_one = any(x.source is not None for x in slices)
+        block_size = runner.block_size(a_round, n, kept, one_by_one)
         # A block of more than n groups would only have more padding.
         size = min(options.block_size or block_size.value, n)
         at_once = min(block_size.batch, size)
@@ -467,7 +471,7 @@ class _Call:
                 stay=runner.kept.staying(kept, staying),
             ),
             block_size=size,
-            slices=[as_slices(v, env[v]) for v in stage.inputs if v.partitioned],
+            slices=slices,
             alive=self.alive.copy(),
             options=options,
             lost=self.report.lost.append,

@@ -168,7 +168,8 @@ class ExecutablePlan:
         the caller replaces afterwards, becomes 0.
         """
         arrays = [
-            0 if x is None else from_raw(jax.numpy.asarray(x), value.dtype)
+            # `jnp.asarray` copies twice.
+            0 if x is None else from_raw(jax.device_put(x), value.dtype)
             for value, x in zip(self.plan.outputs, outputs, strict=True)
         ]
         return self.plan.out_tree.unflatten(arrays)

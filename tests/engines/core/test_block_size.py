@@ -22,8 +22,8 @@ from tests.helpers.conformance import slices_for, survivors, weighted_plan
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
 
 
-def block_size(n, *, floats=1, results=1, workers=2, timeout=None) -> BlockSize:
-    """That of a stage with so many floats of inputs and results for each group."""
+def plan_of(n, floats, results):
+    """A plan whose groups have so many floats of inputs and results."""
 
     @drjax.program(clients=n)
     def total(scale, x):
@@ -31,8 +31,11 @@ def block_size(n, *, floats=1, results=1, workers=2, timeout=None) -> BlockSize:
         return drjax.reduce_sum(drjax.map_fn(work, (drjax.broadcast(scale), x)))
 
     slices = jax.ShapeDtypeStruct((n, floats), jnp.float32)
-    plan = drjax.make_plan(total)(jnp.float32(1), slices)
-    return BlockSize(plan.rounds[0], n, workers, timeout)
+    return drjax.make_plan(total)(jnp.float32(1), slices)
+
+
+def block_size(n, *, floats=1, results=1, workers=2, timeout=None) -> BlockSize:
+    return BlockSize(plan_of(n, floats, results).rounds[0], n, workers, timeout)
 
 
 def took(seconds, pids=(1, 2), blocks=2) -> list[BlockResult]:
@@ -55,6 +58,13 @@ def test_groups_with_large_results_are_added_up_in_the_worker():
     size = block_size(100, results=25_000_000)
     assert (size.value, size.batch) == (50, 1)  # one block for each worker
     assert block_size(1000).batch == 65536
+
+
+def test_groups_in_arrays_need_no_python_objects():
+    plan = plan_of(1_000_000, 8, 1)
+    size = BlockSize(plan.rounds[0], 1_000_000, 2, None, one_by_one=False)
+    assert size.value == 125_000  # four for each worker
+    assert size.batch == (16 << 20) // 36
 
 
 def test_by_time_of_blocks():
