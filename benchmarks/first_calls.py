@@ -433,8 +433,8 @@ def markdown(results: Sequence[tuple[Row, list[tuple[float, float]]]]) -> str:
         )
     header = ["what", "compared", "ms", "other ms", "ratio", "limit"]
     return (
-        f"JAX {jax.__version__}, {rounds} interleaved turns; CPU times, medians; ratios "
-        "with their quartiles.\n\n" + report.table(header, body, keys=2) + "\n"
+        f"JAX {jax.__version__}, {rounds} interleaved turns; CPU times, medians; "
+        "ratios with their quartiles.\n\n" + report.table(header, body, keys=2) + "\n"
     )
 
 

@@ -12,6 +12,7 @@ custom calls it makes; see `custom_calls`.
 """
 
 import io
+import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -243,6 +244,9 @@ class _StageReader:
         self.path, self.origin, self.run = path, origin, run
         self.used: set[str] = set()
         self._members, self._consts = members, dict[tuple[str, Any], np.ndarray]()
+        # By all that they are made of, so that what stages share is read once.
+        self._exported: dict[str, ExportedStage] = {}
+        self._jaxprs: dict[Any, ClosedJaxpr] = {}
 
     def stage(
         self, data: dict[str, Any], values: Values, over: tuple[Partition, ...]
@@ -259,14 +263,35 @@ class _StageReader:
         local = bool(over)
         if (member is None) != (not outputs):
             raise ValueError(f"stage {name} has results and no member, or the reverse")
-        exported, code = None, lambda *_: []
-        if member is not None:
-            exported = self._exported_stage(data, member, local)
-            if self.run:
-                _check_code(name, exported)
-                code = _per_group(inputs, outputs, exported, local)
-        jaxpr = _jaxpr(code, inputs, local) if self.run else None
+        exported = None if member is None else self._shared(data, member, local)
+        jaxpr = self._jaxpr(inputs, outputs, exported, local) if self.run else None
         return Stage(name, inputs, outputs, jaxpr, exported, over=over)
+
+    def _jaxpr(
+        self,
+        inputs: Sequence[Value],
+        outputs: Sequence[Value],
+        exported: ExportedStage | None,
+        local: bool,
+    ) -> ClosedJaxpr:
+        """Trace the call of a stage's code, once for all stages with equal types."""
+        types = lambda values: tuple((v.shape, v.dtype) for v in values)
+        key = id(exported), types(inputs), types(outputs), local
+        if key not in self._jaxprs:
+            nothing = lambda *_: []
+            code = exported and _per_group(inputs, outputs, exported, local)
+            self._jaxprs[key] = _jaxpr(code or nothing, inputs, local)
+        return self._jaxprs[key]
+
+    def _shared(self, data: dict[str, Any], member: str, local: bool) -> ExportedStage:
+        """Return the `ExportedStage` of a stage, read once for those that share it."""
+        keys = ("name", "member", "consts", "custom_calls", "in_turn")
+        key = json.dumps([local, *(data.get(key) for key in keys)])
+        if key not in self._exported:
+            self._exported[key] = self._exported_stage(data, member, local)
+            if self.run:
+                _check_code(data["name"], self._exported[key])
+        return self._exported[key]
 
     def _exported_stage(
         self, data: dict[str, Any], member: str, local: bool

@@ -98,6 +98,8 @@ class _Writer:
 
     def __init__(self):
         self.members: dict[str, bytes] = {}
+        # The names of the members of exported stages, by their identity.
+        self._names: dict[int, str] = {}
 
     def plan(self, plan: Plan, prefix: str) -> dict[str, Any]:
         """Encode a plan, with a table of its values.
@@ -143,7 +145,8 @@ class _Writer:
         """Encode a stage, which is exported, unless it has no outputs.
 
         `member` is the name of its members, such as `2.server`: `stages/` and a suffix
-        for each file are added. In the result it is None if the stage has no outputs;
+        for each file are added. Stages of the same code have the members of the first
+        of them. In the result it is None if the stage has no outputs;
         only others have `consts` and `custom_calls`, and local ones `in_turn`: whether
         the groups of a batch run one after another.
         """
@@ -156,7 +159,7 @@ class _Writer:
         if stage.empty:
             return data
         exported = exported_of(stage)
-        member = f"stages/{member}"
+        member = self._names.setdefault(id(exported), f"stages/{member}")
         for end, function in (("", exported.per_group), (".batch", exported.batched)):
             if function is not None:
                 # The same code twice, for JAX and for other runtimes.

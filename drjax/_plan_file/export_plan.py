@@ -14,6 +14,7 @@ stages are looked at before the first is exported.
 
 import functools
 import platform
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
@@ -25,9 +26,10 @@ from jax import export
 from drjax._plan.normal_form import exported_stages
 from drjax._plan_file.check_plan import check_plan
 from drjax._plan_file.export_stage import Exporter
-from drjax._plan_file.exported_stage import PLATFORMS
+from drjax._plan_file.exported_stage import PLATFORMS, ExportedStage
 from drjax._plan_file.stage_features import StageFeatures, features_of, merge
 from drjax._planner.arguments import check_known_shapes
+from drjax._primitives.dispatch_cache import code_key
 from drjax._sharding.planning_context import planning
 from drjax.plan import (
     Broadcast,
@@ -42,6 +44,7 @@ from drjax.plan import (
     Scatter,
     Stage,
     Step,
+    Value,
 )
 
 
@@ -109,6 +112,7 @@ class _Export:
 
     def __init__(self, origin: dict[str, Any]):
         self.origin = origin
+        self._known: dict[Hashable, ExportedStage] = {}  # by the code of stages
 
     def plan(self, plan: Plan, location: str) -> Plan:
         """Copy a plan so that all of its stages with outputs are exported.
@@ -134,7 +138,8 @@ class _Export:
         """
         if _is_done(stage):
             return stage
-        return replace(stage, exported=Exporter(stage, location, self.origin).server())
+        export = lambda: Exporter(stage, location, self.origin).server()
+        return replace(stage, exported=self._shared(stage, (), export))
 
     def local(self, a_round: Round, kept: frozenset[str], location: str) -> Stage:
         """Copy the local stage of a round with exported functions in `exported`.
@@ -148,10 +153,50 @@ class _Export:
         if _is_done(stage):
             return stage
         values = [v for v in stage.outputs if v.name in kept]
-        exporter = Exporter(stage, location, self.origin)
-        exported = exporter.local(a_round.partials, values, a_round.folds)
+
+        def export() -> ExportedStage:
+            exporter = Exporter(stage, location, self.origin)
+            return exporter.local(a_round.partials, values, a_round.folds)
+
+        exported = self._shared(stage, _combined_key(a_round, values), export)
         inner = stage.inner and self.plan(stage.inner, f"{location}, ")
         return replace(stage, exported=exported, inner=inner)
+
+    def _shared(
+        self, stage: Stage, combined: Hashable, export: Callable[[], ExportedStage]
+    ) -> ExportedStage:
+        """Export a stage, unless one that has the same code is exported already.
+
+        Rounds that are written one after another have equal stages. `combined` is a key
+        of what its batched function returns; None: it has no key.
+        """
+        code = code_key(stage.jaxpr)
+        if code is None or combined is None:
+            return export()
+        inputs = tuple((v.dtype, v.axis, v.partitioned) for v in stage.inputs)
+        key = stage.name, bool(stage.over), code, inputs, combined
+        if key not in self._known:
+            self._known[key] = export()
+        return self._known[key]
+
+
+def _combined_key(a_round: Round, kept: Sequence[Value]) -> Hashable | None:
+    """Return a key of the results of the batched function of a round's local stage.
+
+    None if it has none, as the function of a fold may have none.
+    """
+    stage = a_round.local
+    takes = {v.name: i for i, v in enumerate(stage.inputs)}
+    gives = {v.name: i for i, v in enumerate(stage.outputs)}
+    folds = []
+    for fold in a_round.folds:
+        code = code_key(fold.combine.jaxpr)
+        if code is None:
+            return None
+        consts = tuple(takes[v.name] for v in fold.consts)
+        folds.append((code, consts, tuple(gives[v.name] for v in fold.sources)))
+    partials = tuple((r.op, gives[r.source.name]) for r in a_round.partials)
+    return partials, tuple(folds), tuple(gives[v.name] for v in kept)
 
 
 def _is_done(stage: Stage) -> bool:

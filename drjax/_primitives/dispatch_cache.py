@@ -13,6 +13,7 @@ Sharp edges: a jaxpr with constants, or with an array or another unhashable valu
 parameters, has no structure; it is compiled once for each jaxpr object.
 """
 
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any, TypeAlias
 
@@ -22,6 +23,7 @@ from jax.extend.core import Literal
 
 from drjax import _compat
 from drjax._compat.types import Atom, ClosedJaxpr, Eqn, OpenJaxpr
+from drjax._jaxprs.prng_keys import to_raw
 
 _RULES_DO_NOT_COUNT = ("custom_jvp_call", "custom_vjp_call")
 _NAMES = ("name", "debug_info")
@@ -42,33 +44,60 @@ def structure(jaxpr: ClosedJaxpr | OpenJaxpr) -> Hashable | None:
     derivative rules of `custom_jvp` and `custom_vjp`. None if the jaxpr has constants,
     or parameters of equations that are JAX arrays or unhashable.
     """
+    return _hashable(lambda: _jaxpr_key(jaxpr, names=False))
+
+
+def code_key(jaxpr: ClosedJaxpr) -> Hashable | None:
+    """Compute a key of a jaxpr by which it is lowered to the same code, but for lines.
+
+    Names of functions and scopes, and the values of constants, are part of it. None if
+    it has no key, as for `structure`.
+    """
+
+    def key() -> tuple:
+        # A constant that is a tracer has no value.
+        consts = [np.asarray(to_raw(x)) for x in _compat.jaxpr_consts(jaxpr)]
+        keys = [value_key(x, _open_jaxpr_key) for x in consts]
+        return _open_jaxpr_key(_compat.open_jaxpr(jaxpr), True), *keys
+
+    return _hashable(key)
+
+
+def _hashable(make: Callable[[], Hashable]) -> Hashable | None:
+    """Return a key that `make` makes; None if there is none, or it is unhashable."""
     try:
-        key = _jaxpr_key(jaxpr)
+        key = make()
         hash(key)
     except (_Unknown, TypeError):
         return None
     return key
 
 
-def _jaxpr_key(jaxpr: ClosedJaxpr | OpenJaxpr) -> tuple:
-    """Compute the structural key of a jaxpr, equal for alpha-equivalent jaxprs.
-
-    It has the types of inputs; for each equation its primitive, operands, types of
-    results, parameters and context; and the results. A variable is represented by its
-    number in the order of definitions. The key is unhashable if a parameter is. Raises
-    `_Unknown` if the jaxpr has constants, or a parameter is a JAX array.
-    """
+def _jaxpr_key(jaxpr: ClosedJaxpr | OpenJaxpr, names: bool) -> tuple:
+    """Compute the structural key of a jaxpr; raise `_Unknown` if it has constants."""
     # To compare constants would read them from the device, at every dispatch.
     if _compat.jaxpr_consts(jaxpr):
         raise _Unknown
-    jaxpr = _compat.open_jaxpr(jaxpr)
+    return _open_jaxpr_key(_compat.open_jaxpr(jaxpr), names)
+
+
+def _open_jaxpr_key(jaxpr: OpenJaxpr, names: bool) -> tuple:
+    """Compute the structural key of a jaxpr, equal for alpha-equivalent jaxprs.
+
+    It has the types of inputs; for each equation its primitive, operands, types of
+    results, parameters and context, with `names` also those of functions and scopes;
+    and the results. A variable is represented by its number in the order of
+    definitions. The key is unhashable if a parameter is. Raises `_Unknown` if a
+    parameter is a JAX array, or a jaxpr with constants.
+    """
+    inner_key = functools.partial(_jaxpr_key, names=names)
     numbers: dict[Any, int] = {}
     for var in (*jaxpr.constvars, *jaxpr.invars):
         numbers[var] = len(numbers)
 
     def atom(x: Atom) -> int | tuple:
         if isinstance(x, Literal):
-            return (value_key(x.val, _jaxpr_key), x.aval)
+            return (value_key(x.val, inner_key), x.aval)
         return numbers[x]
 
     eqns = []
@@ -77,9 +106,12 @@ def _jaxpr_key(jaxpr: ClosedJaxpr | OpenJaxpr) -> tuple:
         for var in eqn.outvars:
             numbers[var] = len(numbers)
         outs = tuple(var.aval for var in eqn.outvars)
-        params = parameter_keys(eqn, _jaxpr_key)
+        params = parameter_keys(eqn, inner_key)
         # The context holds the mesh and the precision under which it was traced.
-        eqns.append((eqn.primitive, ins, outs, params, eqn.ctx))
+        key = (eqn.primitive, ins, outs, params, eqn.ctx)
+        if names:
+            key += (str(eqn.params.get("name")), str(eqn.source_info.name_stack))
+        eqns.append(key)
     avals = tuple(var.aval for var in (*jaxpr.constvars, *jaxpr.invars))
     return avals, tuple(eqns), tuple(atom(x) for x in jaxpr.outvars)
 
