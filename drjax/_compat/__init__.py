@@ -35,7 +35,6 @@ from drjax._compat.jax_types import UndefinedPrimal as UndefinedPrimal
 from drjax._compat.jax_types import Zero as Zero
 from drjax._compat.jax_types import cache as cache
 from drjax._compat.jax_types import frames_in_locations as frames_in_locations
-from drjax._compat.jax_types import jaxpr_as_fun as jaxpr_as_fun
 from drjax._compat.jax_types import moveaxis as moveaxis
 from drjax._compat.jax_types import typeof as typeof
 from drjax._compat.jax_types import weakref_lru_cache as weakref_lru_cache
@@ -44,6 +43,7 @@ from drjax._compat.jaxprs import backward_pass as backward_pass
 from drjax._compat.jaxprs import batch_jaxpr as batch_jaxpr
 from drjax._compat.jaxprs import batch_jaxpr_first as batch_jaxpr_first
 from drjax._compat.jaxprs import bind_equation as bind_equation
+from drjax._compat.jaxprs import bind_pointwise as bind_pointwise
 from drjax._compat.jaxprs import closed as closed
 from drjax._compat.jaxprs import dce_jaxpr as dce_jaxpr
 from drjax._compat.jaxprs import effects_but_axes as effects_but_axes
@@ -53,7 +53,9 @@ from drjax._compat.jaxprs import has_ordered_effects as has_ordered_effects
 from drjax._compat.jaxprs import has_primitive as has_primitive
 from drjax._compat.jaxprs import is_bound_to_devices as is_bound_to_devices
 from drjax._compat.jaxprs import jaxpr_as_checked_fun as jaxpr_as_checked_fun
+from drjax._compat.jaxprs import jaxpr_as_fun as jaxpr_as_fun
 from drjax._compat.jaxprs import jaxpr_consts as jaxpr_consts
+from drjax._compat.jaxprs import jaxpr_of_equations as jaxpr_of_equations
 from drjax._compat.jaxprs import jaxprs_in as jaxprs_in
 from drjax._compat.jaxprs import jvp_jaxpr as jvp_jaxpr
 from drjax._compat.jaxprs import linearize_jaxpr as linearize_jaxpr

@@ -7,12 +7,13 @@ open to `open_jaxpr`, and has constants if `jaxpr_consts` says so.
 
 import dataclasses
 import traceback
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src import api_util, core, effects, source_info_util
+import numpy as np
+from jax._src import api_util, config, core, dtypes, effects, source_info_util
 from jax._src import linear_util as lu
 from jax._src.interpreters import ad, batching
 from jax._src.interpreters import partial_eval as pe
@@ -72,6 +73,38 @@ def jaxpr_consts(jaxpr: ClosedJaxpr | OpenJaxpr) -> Sequence[Array]:
     return getattr(jaxpr, "consts", ())
 
 
+def jaxpr_as_fun(jaxpr: ClosedJaxpr) -> Callable[..., list[Array]]:
+    """Return the function of a closed jaxpr, in which `jax_debug_nans` is off."""
+
+    def run(*args: Array) -> list[Array]:
+        with jax.debug_nans(False):
+            return _evaluate(jaxpr, args)
+
+    return run
+
+
+def _evaluate(jaxpr: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+    """Evaluate a closed jaxpr; under a trace, equations are staged as they are."""
+    raw, trace = open_jaxpr(jaxpr), core.trace_ctx.trace
+    if isinstance(trace, pe.DynamicJaxprTrace):
+        again: Callable[..., Any] = _staged_again
+    elif isinstance(trace, batching.BatchTrace):
+        again = _batched_again
+    else:
+        return core.eval_jaxpr(raw, jaxpr_consts(jaxpr), *args)
+    env: dict[Any, Any] = dict(zip(raw.constvars, jaxpr_consts(jaxpr), strict=True))
+    env.update(zip(raw.invars, args, strict=True))
+    read = lambda x: x.val if isinstance(x, core.Literal) else env[x]
+    for eqn in raw.eqns:
+        operands = [*map(read, eqn.invars)]
+        outs = again(trace, eqn, operands)
+        if outs is None:
+            with eqn.ctx.manager:
+                outs = bind_equation(eqn, operands)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [*map(read, raw.outvars)]
+
+
 def jaxpr_as_checked_fun(jaxpr: ClosedJaxpr) -> Callable[..., list[Array]]:
     """Return the function of a closed jaxpr, in which `jax_debug_nans` applies.
 
@@ -82,7 +115,7 @@ def jaxpr_as_checked_fun(jaxpr: ClosedJaxpr) -> Callable[..., list[Array]]:
 
     def run(*args: Array) -> list[Array]:
         try:
-            return core.eval_jaxpr(open_jaxpr(jaxpr), jaxpr_consts(jaxpr), *args)
+            return _evaluate(jaxpr, args)
         except FloatingPointError as error:
             cause = error.__cause__
             line = "" if cause is None else _innermost_line(cause)
@@ -335,12 +368,194 @@ def bind_equation(eqn: Eqn, operands: Sequence[Any], **params: Any) -> list[Arra
     So the equation is evaluated for arrays, or staged for tracers. The keywords replace
     parameters of the equation; the others stay.
     """
+    trace = core.trace_ctx.trace
+    if not params and isinstance(trace, pe.DynamicJaxprTrace):
+        outs = _staged_again(trace, eqn, operands)
+        if outs is not None:
+            return outs
     bind_params = eqn.primitive.get_bind_params({**eqn.params, **params})
     source = eqn.source_info
     names = source_info_util.current_name_stack() + source.name_stack
     with source_info_util.user_context(source.traceback, name_stack=names):
         outs = eqn.primitive.bind(*operands, **bind_params)
     return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def bind_pointwise(
+    eqn: Eqn, operands: Sequence[Any], shape: tuple[int, ...], params: Params
+) -> list[Array]:
+    """Bind a pointwise equation of one result to operands of a shape, or scalars.
+
+    Dtypes are those of its operands; they decide that of the result.
+    """
+    trace = core.trace_ctx.trace
+    if isinstance(trace, pe.DynamicJaxprTrace):
+        outs = _staged_pointwise(trace, eqn, operands, shape, params)
+        if outs is not None:
+            return outs
+    return bind_equation(eqn, operands, **params)
+
+
+def _staged_pointwise(
+    trace: pe.DynamicJaxprTrace,
+    eqn: Eqn,
+    operands: Sequence[Any],
+    shape: tuple[int, ...],
+    params: Params,
+) -> list[Array] | None:
+    """Stage a pointwise equation of one result, as `_staged_again` does."""
+    out: Any = eqn.outvars[0].aval
+    known: Any = None
+    for x, v in zip(operands, eqn.invars, strict=True):
+        if isinstance(x, pe.DynamicJaxprTracer):
+            aval: Any = x.aval
+            if not _is_plain(aval) or aval.dtype != v.aval.dtype:
+                return None
+            if aval.shape == shape:
+                known = aval
+            elif aval.shape:
+                return None
+    if known is None or out.weak_type:
+        return None
+    if known.dtype != out.dtype:
+        known = ShapedArray(shape, out.dtype)
+    return _staged_again(trace, eqn, operands, params, [known])
+
+
+def _batched_again(
+    trace: batching.BatchTrace, eqn: Eqn, operands: Sequence[Any]
+) -> list[Array] | None:
+    """Stage a pointwise equation for a batch along axis 0, as JAX's rule does.
+
+    None if the primitive has another rule, or operands are batched otherwise.
+    """
+    parent, rule = (
+        trace.parent_trace,
+        batching.fancy_primitive_batchers.get(eqn.primitive),
+    )
+    broadcasts = getattr(rule, "func", None) is batching.broadcast_batcher
+    vectorized = getattr(rule, "func", None) is batching.vectorized_batcher
+    if not (broadcasts or vectorized) or len(eqn.outvars) != 1:
+        return None
+    if not isinstance(parent, pe.DynamicJaxprTrace):
+        return None
+    values, batched = [], False
+    for x in operands:
+        if isinstance(x, batching.BatchTracer) and x._trace.tag is trace.tag:
+            if x.batch_dim != 0:
+                return None
+            x, batched = x.val, True
+        elif vectorized:
+            return None
+        values.append(x)
+    if not batched:
+        return None
+    shape = (trace.axis_data.size, *eqn.outvars[0].aval.shape)
+    outs = _staged_pointwise(parent, eqn, values, shape, eqn.params)
+    return outs and [batching.BatchTracer(trace, outs[0], 0, eqn.source_info)]
+
+
+def _is_plain(aval: Any) -> bool:
+    """Whether a type says no more than a shape and a dtype."""
+    return type(aval) is ShapedArray and not aval.weak_type and aval.sharding.mesh.empty
+
+
+# Where JAX stages a primitive otherwise than by an equation of the same parameters.
+_RULES_OF_STAGING = (pe.custom_staging_rules, pe.forwarding_rules, pe.const_fold_rules)
+
+
+def _staged_again(
+    trace: pe.DynamicJaxprTrace,
+    eqn: Eqn,
+    operands: Sequence[Any],
+    params: Params | None = None,
+    avals: Sequence[Aval] | None = None,
+) -> list[Array] | None:
+    """Stage an equation for other operands, of which the types of its results follow.
+
+    Nothing is evaluated abstractly: the operands have the types of its operands, unless
+    `avals` are the types of the results. None if JAX has to bind its primitive: the
+    types differ, or its context is not the one that traces.
+    """
+    primitive = eqn.primitive
+    if (
+        eqn.effects
+        or config.eager_constant_folding.value
+        or eqn.ctx is not core.current_jaxpr_eqn_context()
+        or any(primitive in rules for rules in _RULES_OF_STAGING)
+        or primitive.is_high(*(v.aval for v in eqn.invars), **eqn.params)
+    ):
+        return None
+    tracers = []
+    for x, v in zip(operands, eqn.invars, strict=True):
+        if not isinstance(x, pe.DynamicJaxprTracer):
+            if type(v) is not core.Literal or x is not v.val:
+                return None
+            x = pe.DynamicJaxprTracer(trace, v.aval, v)
+        elif x._trace is not trace:
+            return None
+        elif avals is None and x.aval is not v.aval and x.aval != v.aval:
+            return None
+        tracers.append(x)
+    if avals is None:
+        avals = [v.aval for v in eqn.outvars]
+    source, names = eqn.source_info, source_info_util.current_name_stack()
+    if names.stack:
+        source = source.replace(name_stack=names + source.name_stack)
+    params = eqn.params if params is None else params
+    return trace.emit_eqn(tracers, avals, primitive, params, eqn.effects, source)
+
+
+def jaxpr_of_equations(
+    eqns: Sequence[Eqn],
+    invars: Sequence[Var],
+    outvars: Sequence[Atom],
+    consts: Mapping[Var, Any],
+) -> ClosedJaxpr | None:
+    """Make a closed jaxpr of equations as they are, without tracing them again.
+
+    `consts` are the values of variables that the equations do not define, scalars. None
+    if the equations have to be traced: types say more than a shape and a dtype, the
+    context is not the one that traces, or JAX stages a primitive by a rule.
+    """
+    ctx = core.current_jaxpr_eqn_context()
+    if not all(_is_plain(v.aval) for v in invars):
+        return None
+    new = []
+    literals: dict[Any, Any] = {}
+    for eqn in eqns:
+        if (
+            eqn.ctx is not ctx
+            or any(eqn.primitive in rules for rules in _RULES_OF_STAGING)
+            or not all(_is_plain(v.aval) for v in eqn.outvars)
+        ):
+            return None
+        if any(type(v) is not core.Literal and v in consts for v in eqn.invars):
+            for v in eqn.invars:
+                if type(v) is not core.Literal and v in consts and v not in literals:
+                    literal = _literal(consts[v])
+                    if literal is None:
+                        return None
+                    literals[v] = literal
+            ins = [
+                v if type(v) is core.Literal else literals.get(v, v) for v in eqn.invars
+            ]
+            eqn = eqn.replace(invars=ins)
+        new.append(eqn)
+    if any(v in consts for v in outvars):
+        return None
+    effects = pe.make_jaxpr_effects((), invars, outvars, new)
+    info = core.DebugInfo("stage", "", None, None)
+    raw = core.Jaxpr((), list(invars), list(outvars), new, effects, info)
+    return closed(raw)
+
+
+def _literal(x: Any) -> core.Literal | None:
+    """Make a literal of a scalar, as tracing does; None if it would be a constant."""
+    if isinstance(x, core.Tracer) or np.ndim(x):
+        return None
+    x = dtypes.canonicalize_value(x)
+    return core.Literal(x, core.typeof(x)) if core.is_literalable(x) else None
 
 
 def select_outputs(

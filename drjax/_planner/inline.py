@@ -73,6 +73,8 @@ CONTROL = {
     "program": (),  # of `side_by_side`
 }
 
+_MISSING: Any = object()
+
 # The most elements of an index that a loop's body knows.
 _SMALL = 2**16
 
@@ -138,10 +140,11 @@ class InlinedJaxpr:
         Passes that infer partitioning again, after a rewrite, ask the same of equations
         and bodies that were not rewritten.
         """
-        key = analysis, args, *kwargs.items()
-        if key not in self._memoized:
-            self._memoized[key] = analysis(*args, **kwargs)
-        return self._memoized[key]
+        key = (analysis, args, *kwargs.items()) if kwargs else (analysis, args)
+        found = self._memoized.get(key, _MISSING)
+        if found is _MISSING:
+            found = self._memoized[key] = analysis(*args, **kwargs)
+        return found
 
     def bodies(self, eqn: Eqn) -> tuple["InlinedJaxpr", ...]:
         """Return the bodies of a `scan`, `while` or `cond` of this jaxpr, inlined.

@@ -143,6 +143,10 @@ class LocalStageParts:
     forwarded: list[Any]
 
 
+# Building blocks whose results groups take as inputs of their stages.
+_DOWN = (primitives.broadcast_p, primitives.scatter_p, primitives.partition_index_p)
+
+
 class StageValues:
     """The values that stages of one inlined jaxpr exchange, and their names.
 
@@ -258,7 +262,8 @@ class StageValues:
             return ConstantOperand(atom.val)
         eqn = self.definition.get(atom)
         # Communication down is an input of each stage, not a value that groups store.
-        if eqn is not None and self.kinds.signature(eqn) is not None:
+        down = eqn is not None and eqn.primitive in _DOWN
+        if eqn is not None and down and self.kinds.signature(eqn) is not None:
             if eqn.primitive is primitives.broadcast_p:
                 return self.whole_of(eqn.invars[0])
             if eqn.primitive is primitives.scatter_p:

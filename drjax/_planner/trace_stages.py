@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from drjax import _compat, primitives
-from drjax._compat.types import Array, Atom, Eqn, Var
+from drjax._compat.types import Array, Atom, ClosedJaxpr, Eqn, Var
 from drjax._jaxprs.walk import variables
 from drjax._partition import Partition
 from drjax._planner import group_index
@@ -65,8 +65,12 @@ def trace_server_stage(
             env.update(zip(eqn.outvars, outs, strict=True))
         return [env[v] for v in results]
 
-    ins, outs = map(values.value, inputs), map(values.value, results)
-    return _trace("server", list(ins), list(outs), run)
+    ins, outs = [*map(values.value, inputs)], [*map(values.value, results)]
+    # As they are: most programs spend their planning on equations of the server.
+    jaxpr = _compat.jaxpr_of_equations(eqns, inputs, results, consts)
+    if jaxpr is not None and all(e.primitive is not columns_p for e in eqns):
+        return _stage("server", ins, outs, jaxpr)
+    return _trace("server", ins, outs, run)
 
 
 def trace_local_stage(
@@ -221,9 +225,20 @@ def _trace(
     avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in inputs]
     if over:
         avals = [jax.ShapeDtypeStruct((), np.int32), *avals]
+    return _stage(name, inputs, outputs, jax.make_jaxpr(run)(*avals), over)
+
+
+def _stage(
+    name: str,
+    inputs: Sequence[Value],
+    outputs: Sequence[Value],
+    jaxpr: ClosedJaxpr,
+    over: tuple[Partition, ...] = (),
+) -> Stage:
+    """Make a stage from its jaxpr, without dead code."""
     # An equation may have been included for one of several results, or as the operand
     # of an equation whose result is a constant.
-    jaxpr = _compat.without_dead_code(jax.make_jaxpr(run)(*avals))
+    jaxpr = _compat.without_dead_code(jaxpr)
     # A wrong unbatching rule often changes a type, and then fails here.
     avals_out: list[Any] = jaxpr.out_avals
     for aval, value in zip(avals_out, outputs, strict=True):

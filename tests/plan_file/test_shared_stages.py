@@ -1,4 +1,7 @@
-"""Stages that have the same code are exported, written and read once."""
+"""Stages that have the same code are exported, written and read once.
+
+Covers: drjax._plan_file.export_plan.
+"""
 
 import jax
 import jax.numpy as jnp

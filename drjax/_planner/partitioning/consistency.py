@@ -28,8 +28,14 @@ def contradictions(env: Environment, eqn: Eqn) -> list[Atom]:
     """
     atoms = [*eqn.invars, *eqn.outvars]
     actual = [env.cell(atom) for atom in atoms]
-    if not any(kind.partitioned for kind in actual):
+    axes = {kind.axis for kind in actual} - {None}
+    if not axes:
         return []
+    operands = actual[: len(eqn.invars)]
+    if env.is_pointwise(eqn) and len(axes) == 1:
+        # The usual case, without its rule: all that is partitioned is along one axis.
+        if any(kind.partitioned for kind in operands):
+            return []
     kinds = rule_of(env, eqn).kinds(env, eqn)
     if kinds is None:
         # If demands of uses made the results partitioned, inference forces them to be

@@ -19,6 +19,7 @@ from jax.extend.core import Literal
 
 from drjax import _compat
 from drjax._compat.types import Atom, Eqn, Var
+from drjax._jaxprs.elementwise import ELEMENTWISE
 from drjax._partition import Partition
 from drjax._planner.implicit_communication import (
     ImplicitCommunication,
@@ -102,7 +103,7 @@ class Environment:
         Free for a variable whose kind is not inferred yet, and for a scalar literal,
         which fits any kind; global for a literal with a shape.
         """
-        if isinstance(atom, Literal):
+        if type(atom) is Literal:
             # A scalar literal fits a partitioned partner, as pointwise equations
             # broadcast it; an array literal has a shape and is global.
             aval: Any = atom.aval
@@ -127,7 +128,24 @@ class Environment:
 
     def group_axes(self, atoms: Sequence[Atom]) -> tuple[int | None, ...]:
         """Return the group axis of each atom; None: global, literal or still free."""
-        return tuple([self.cell(atom).axis for atom in atoms])
+        get = self.cells.get
+        # Literals, which have no hash, are never partitioned.
+        return tuple([None if type(a) is Literal else get(a, FREE).axis for a in atoms])
+
+    def has_free(self, eqn: Eqn) -> bool:
+        """Whether a variable of an equation has no inferred kind yet."""
+        cells = self.cells
+        return any(v not in cells for v in eqn.outvars) or any(
+            v not in cells for v in eqn.invars if type(v) is not Literal
+        )
+
+    def is_pointwise(self, eqn: Eqn) -> bool:
+        """Whether an equation is pointwise, and so implies no communication.
+
+        In a partition of one group, also such an equation may be a gather.
+        """
+        single = self.partition is not None and self.partition.size == 1
+        return eqn.primitive.name in ELEMENTWISE and not single
 
     def signature(self, eqn: Eqn) -> EquationKinds | None:
         """Return the kinds that a building block over the partition takes and returns.
@@ -194,7 +212,9 @@ class Environment:
         the equation implies no communication that has a plan, is a building block over
         the partition, or has no partitioned operand.
         """
-        if self.partition is None or self.signature(eqn) is not None:
+        if self.partition is None or self.is_pointwise(eqn):
+            return None
+        if self.signature(eqn) is not None:
             return None
         axes = self.group_axes(eqn.invars)
         if all(axis is None for axis in axes):

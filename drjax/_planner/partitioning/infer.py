@@ -45,7 +45,7 @@ from drjax._planner.inline import InlinedJaxpr
 from drjax._planner.partitioning.consistency import contradictions
 from drjax._planner.partitioning.control_flow import InferBody
 from drjax._planner.partitioning.environment import Environment
-from drjax._planner.partitioning.kind import FREE, GLOBAL, Kind
+from drjax._planner.partitioning.kind import GLOBAL, Kind
 from drjax._planner.partitioning.propagation_rules import has_free_operand, rule_of
 
 # The last two are names of kinds: a demand for a kind propagates in its phase.
@@ -138,7 +138,10 @@ def _propagate(env: Environment, phase: str, settled: frozenset[Var]) -> None:
     order = range(len(eqns))
     # Demands flow from uses to definitions: fewer visits in reverse order.
     # An ordered set: an equation waits once, however many of its variables change.
-    worklist = OrderedDict.fromkeys(order if phase == "forward" else reversed(order))
+    visits = order if phase == "forward" else reversed(order)
+    # What is not free stays as it is, but a loop has bodies of its own.
+    open_ = lambda eqn: env.is_loop(eqn) or env.has_free(eqn)
+    worklist = OrderedDict.fromkeys(i for i in visits if open_(eqns[i]))
     infer_body = functools.partial(_infer_body, env.partition, phase)
     while worklist:
         index, _ = worklist.popitem(last=False)
@@ -169,7 +172,7 @@ def _visit(
     phase, no demand on operands is made.
     """
     # A loop is always visited: its bodies may still have free variables.
-    forward = loop or any(env.cell(v) == FREE for v in eqn.outvars)
+    forward = loop or any(v not in env.cells for v in eqn.outvars)
     backward = phase != "forward" and (loop or has_free_operand(env, eqn))
     if not (forward or backward):
         return []

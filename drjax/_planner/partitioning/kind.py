@@ -12,6 +12,7 @@ There is no top element: two uses that contradict each other are an error or a
 scatter, never a kind.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,7 @@ class Kind:
 FREE, GLOBAL, PARTITIONED = Kind("free"), Kind("global"), Kind("partitioned", 0)
 
 
+@functools.cache
 def partitioned_along(axis: int) -> Kind:
     """Return the kind of a partitioned value whose groups lie along `axis`."""
     return Kind("partitioned", axis)

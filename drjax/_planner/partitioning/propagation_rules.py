@@ -21,6 +21,7 @@ import abc
 from collections.abc import Sequence
 
 from jax import lax
+from jax.extend.core import Literal
 
 from drjax._compat.types import Eqn
 from drjax._planner.fences import fence_p
@@ -235,6 +236,8 @@ def rule_of(env: Environment, eqn: Eqn) -> PropagationRule:
 
     So the rule of an equation may change while kinds are inferred.
     """
+    if env.is_pointwise(eqn):
+        return _PER_GROUP
     if eqn.primitive is fence_p:
         return _BARRIER
     if env.signature(eqn) is not None:
@@ -251,4 +254,8 @@ def rule_of(env: Environment, eqn: Eqn) -> PropagationRule:
 def has_free_operand(env: Environment, eqn: Eqn) -> bool:
     """Whether an operand of an equation that is no scalar is free."""
     # Scalars have no axis along which they could be partitioned.
-    return any(env.cell(v) == FREE for v in eqn.invars if v.aval.shape)
+    return any(
+        v not in env.cells
+        for v in eqn.invars
+        if type(v) is not Literal and v.aval.shape
+    )

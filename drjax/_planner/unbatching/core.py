@@ -42,6 +42,7 @@ class UnbatchedEquation:
         those that the equation of one group does not take.
       keeps_unit_axis: Whether the equation of one group takes and returns slices that
         still have the group axis, of size one.
+      pointwise: Whether it is a pointwise equation of one result.
     """
 
     in_axes: tuple[int | None, ...]
@@ -49,6 +50,7 @@ class UnbatchedEquation:
     params: dict[str, Any]
     dropped_operands: tuple[int, ...] = ()
     keeps_unit_axis: bool = False
+    pointwise: bool = False
 
     def run(self, eqn: Eqn, operands: Sequence[Array]) -> list[Array]:
         """Bind the equation of one group, from slices to slices without the group axis.
@@ -65,6 +67,9 @@ class UnbatchedEquation:
             ]
         operands = [x for i, x in enumerate(operands) if i not in self.dropped_operands]
         # Bound with the source line of the batched equation, for error texts.
+        if self.pointwise:
+            (axis,), shape = self.out_axes, eqn.outvars[0].aval.shape
+            return _compat.bind_pointwise(eqn, operands, drop(axis, shape), self.params)
         outs = _compat.bind_equation(eqn, operands, **self.params)
         if self.keeps_unit_axis:
             outs = [
@@ -111,7 +116,8 @@ def elementwise(eqn: Eqn, axes: Axes) -> UnbatchedEquation | None:
     if "sharding" in params:
         # A sharding names the dimensions of the whole array.
         params["sharding"] = None
-    return UnbatchedEquation(in_axes, (axis,) * len(eqn.outvars), params)
+    outs = (axis,) * len(eqn.outvars)
+    return UnbatchedEquation(in_axes, outs, params, pointwise=len(outs) == 1)
 
 
 def unary(rule_of_axis: AxisRule) -> "UnbatchingRule":
