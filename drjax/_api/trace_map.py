@@ -3,9 +3,9 @@
 Input: a function, and checked leaves `[n, *s]`. Output: its results, `[n, *t]`.
 
 The function is traced at each call, as cheaply as `jax.make_jaxpr`, so that an eager
-program never acts on a stale closure or global; executables are shared by the
-structural hash of the jaxpr (`_primitives/dispatch_cache.py`), so that nothing is
-compiled twice.
+program never acts on a stale closure or global. If the jaxpr is the same as one before,
+that one is bound (`_primitives/dispatch_cache.py`): executables and derivatives are
+cached by it, so that nothing is compiled or linearized twice.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,6 +33,7 @@ from drjax._compat.types import (
 from drjax._context import name_in_program
 from drjax._errors import DrjaxError, MeshError
 from drjax._partition import Partition
+from drjax._primitives.dispatch_cache import shared_jaxpr
 from drjax._primitives.map_fn import broadcast_consts, map_fn_p, trace_group
 from drjax._sharding.execute import as_operand
 from drjax._sharding.layout import Layout, make_layout
@@ -57,6 +58,7 @@ def call_mapped(
     avals = tuple(_compat.typeof(x) for x in leaves)
     name = function_name(fn)
     jaxpr, out_tree, consts = _trace(fn, tree, avals, layout, name)
+    jaxpr = shared_jaxpr(jaxpr)
     params = {"partition": partition, "mesh": mesh, "name": name_in_program(name)}
     operands = [*broadcast_consts(consts, **params), *leaves]
     outs = map_fn_p.bind(*operands, jaxpr=jaxpr, **params)

@@ -28,6 +28,11 @@ from drjax._jaxprs.prng_keys import to_raw
 _RULES_DO_NOT_COUNT = ("custom_jvp_call", "custom_vjp_call")
 _NAMES = ("name", "debug_info")
 Rest: TypeAlias = tuple[tuple[str, Hashable], ...]  # the keywords but `jaxpr`
+More: TypeAlias = Callable[[Eqn], tuple]
+
+
+def _nothing(eqn: Eqn) -> tuple:
+    return ()
 
 
 class _Unknown(Exception):
@@ -44,7 +49,7 @@ def structure(jaxpr: ClosedJaxpr | OpenJaxpr) -> Hashable | None:
     derivative rules of `custom_jvp` and `custom_vjp`. None if the jaxpr has constants,
     or parameters of equations that are JAX arrays or unhashable.
     """
-    return _hashable(lambda: _jaxpr_key(jaxpr, names=False))
+    return _hashable(lambda: _jaxpr_key(jaxpr))
 
 
 def code_key(jaxpr: ClosedJaxpr) -> Hashable | None:
@@ -57,10 +62,41 @@ def code_key(jaxpr: ClosedJaxpr) -> Hashable | None:
     def key() -> tuple:
         # A constant that is a tracer has no value.
         consts = [np.asarray(to_raw(x)) for x in _compat.jaxpr_consts(jaxpr)]
-        keys = [value_key(x, _open_jaxpr_key) for x in consts]
-        return _open_jaxpr_key(_compat.open_jaxpr(jaxpr), True), *keys
+        keys = [value_key(x, _jaxpr_key) for x in consts]
+        return _open_jaxpr_key(_compat.open_jaxpr(jaxpr), _names_of), *keys
 
     return _hashable(key)
+
+
+def shared_jaxpr(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
+    """Return an earlier jaxpr that is the same, lines of source included, if there is.
+
+    A function that is traced again, as in an unrolled loop or at each eager call, so
+    has one jaxpr, by whose identity JAX caches derivatives, batches and lowered code.
+    A jaxpr with a rule of derivatives is no other's: rules may close over anything.
+    """
+    key = _hashable(lambda: _jaxpr_key(jaxpr, _source_without_rules))
+    return jaxpr if key is None else _first(_ByStructure(key, jaxpr))
+
+
+def same_source(jaxpr: ClosedJaxpr) -> Hashable | None:
+    """Compute a key as `structure` does, of which lines of source are a part."""
+    return _hashable(lambda: _jaxpr_key(jaxpr, _source_of))
+
+
+def _names_of(eqn: Eqn) -> tuple:
+    return str(eqn.params.get("name")), str(eqn.source_info.name_stack)
+
+
+def _source_of(eqn: Eqn) -> tuple:
+    # With all frames, so that calls from two lines are two.
+    return *_names_of(eqn), eqn.source_info.traceback
+
+
+def _source_without_rules(eqn: Eqn) -> tuple:
+    if any(_is_rule(value) for value in eqn.params.values()):
+        raise _Unknown
+    return _source_of(eqn)
 
 
 def _hashable(make: Callable[[], Hashable]) -> Hashable | None:
@@ -73,24 +109,24 @@ def _hashable(make: Callable[[], Hashable]) -> Hashable | None:
     return key
 
 
-def _jaxpr_key(jaxpr: ClosedJaxpr | OpenJaxpr, names: bool) -> tuple:
+def _jaxpr_key(jaxpr: ClosedJaxpr | OpenJaxpr, more: More = _nothing) -> tuple:
     """Compute the structural key of a jaxpr; raise `_Unknown` if it has constants."""
     # To compare constants would read them from the device, at every dispatch.
     if _compat.jaxpr_consts(jaxpr):
         raise _Unknown
-    return _open_jaxpr_key(_compat.open_jaxpr(jaxpr), names)
+    return _open_jaxpr_key(_compat.open_jaxpr(jaxpr), more)
 
 
-def _open_jaxpr_key(jaxpr: OpenJaxpr, names: bool) -> tuple:
+def _open_jaxpr_key(jaxpr: OpenJaxpr, more: More) -> tuple:
     """Compute the structural key of a jaxpr, equal for alpha-equivalent jaxprs.
 
     It has the types of inputs; for each equation its primitive, operands, types of
-    results, parameters and context, with `names` also those of functions and scopes;
-    and the results. A variable is represented by its number in the order of
-    definitions. The key is unhashable if a parameter is. Raises `_Unknown` if a
-    parameter is a JAX array, or a jaxpr with constants.
+    results, parameters and context, and what `more` returns; and the results. A
+    variable is represented by its number in the order of definitions. The key is
+    unhashable if a parameter is. Raises `_Unknown` if a parameter is a JAX array, or a
+    jaxpr with constants.
     """
-    inner_key = functools.partial(_jaxpr_key, names=names)
+    inner_key = functools.partial(_jaxpr_key, more=more)
     numbers: dict[Any, int] = {}
     for var in (*jaxpr.constvars, *jaxpr.invars):
         numbers[var] = len(numbers)
@@ -108,10 +144,7 @@ def _open_jaxpr_key(jaxpr: OpenJaxpr, names: bool) -> tuple:
         outs = tuple(var.aval for var in eqn.outvars)
         params = parameter_keys(eqn, inner_key)
         # The context holds the mesh and the precision under which it was traced.
-        key = (eqn.primitive, ins, outs, params, eqn.ctx)
-        if names:
-            key += (str(eqn.params.get("name")), str(eqn.source_info.name_stack))
-        eqns.append(key)
+        eqns.append((eqn.primitive, ins, outs, params, eqn.ctx, *more(eqn)))
     avals = tuple(var.aval for var in (*jaxpr.constvars, *jaxpr.invars))
     return avals, tuple(eqns), tuple(atom(x) for x in jaxpr.outvars)
 
@@ -185,6 +218,11 @@ class _ByStructure:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _ByStructure) and self._key == other._key
+
+
+@_compat.cache(max_size=512, trace_context_in_key=False)
+def _first(key: _ByStructure) -> ClosedJaxpr:
+    return key.jaxpr
 
 
 def cache_by_params(make: Callable[..., Callable]) -> Callable[..., Callable]:

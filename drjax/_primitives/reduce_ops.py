@@ -89,6 +89,18 @@ def wide(dtype: DTypeLike) -> DTypeLike:
     return dtype
 
 
+def as_dtype(x: Array, dtype: DTypeLike) -> Array:
+    """Return an array in a dtype: itself, if it has it."""
+    return x if x.dtype == dtype else lax.convert_element_type(x, dtype)
+
+
+def _divide(total: Array, count: int) -> Array:
+    """Divide a sum by a number, as `/` of `jax.numpy` does."""
+    if isinstance(count, int) and jnp.issubdtype(total.dtype, jnp.inexact):
+        return lax.div(total, total.dtype.type(count))
+    return total / count
+
+
 @dataclass(frozen=True)
 class ReduceOp:
     """A reduction over the groups, `[n, *s]` -> `[*s]`, for planner and backends.
@@ -142,7 +154,11 @@ class ReduceOp:
         # No wider dtype: the result is bitwise one of the values.
         if self.selects:
             return reduce(slices, axis=0)
-        return reduce(slices, axis=0, dtype=self.accumulator(slices.dtype))
+        dtype = self.accumulator(slices.dtype)
+        if self.ufunc is np.add and jnp.issubdtype(dtype, jnp.inexact):
+            # What `jnp.sum` binds; it takes many times as long to trace.
+            return lax.reduce_sum(as_dtype(slices, dtype), (0,))
+        return reduce(slices, axis=0, dtype=dtype)
 
     def accumulator(self, dtype: DTypeLike) -> DTypeLike:
         """Return the dtype of partial reductions on a device, for values of `dtype`.
@@ -221,7 +237,7 @@ _MEAN = replace(
     name="mean",
     primitive=reduce_mean_p,
     phrase="mean over groups",
-    finish=lambda total, count: total / count,
+    finish=_divide,
     if_no_group=np.nan,
     lax_primitives=(),
 )

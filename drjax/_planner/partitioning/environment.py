@@ -79,6 +79,7 @@ class Environment:
         the body of a loop is known from outside; None or free: it is inferred.
       cells: For each variable that is no longer free its kind.
       loops: For each loop of rounds its kinds, as of its last visit.
+      signatures: For each building block what `signature` returns.
     """
 
     program: InlinedJaxpr
@@ -86,6 +87,7 @@ class Environment:
     argument_kinds: Sequence[Kind | None]
     cells: dict[Any, Kind]
     loops: dict[Any, LoopKinds] = field(default_factory=dict)
+    signatures: dict[Any, EquationKinds | None] = field(default_factory=dict)
 
     def __getitem__(self, atom: Atom) -> Kind:
         """Return the inferred kind of a variable or literal: global or partitioned.
@@ -157,8 +159,13 @@ class Environment:
         """
         if self.partition is None or "partition" not in eqn.params:
             return None
+        if eqn not in self.signatures:
+            self.signatures[eqn] = self._signature(eqn, self.partition)
+        return self.signatures[eqn]
+
+    def _signature(self, eqn: Eqn, partition: Partition) -> EquationKinds | None:
         # A population, of which the groups are a cohort, is a global value.
-        sides = [_kind_of_end(p == self.partition) for p in partitions_of(eqn)]
+        sides = [_kind_of_end(p == partition) for p in partitions_of(eqn)]
         if len({*sides}) == 2:
             return EquationKinds([sides[0], GLOBAL], sides[1:])
         if sides[0] == GLOBAL:

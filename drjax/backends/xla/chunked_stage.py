@@ -29,7 +29,12 @@ from drjax._jaxprs.prng_keys import from_raw
 from drjax._plan_file.batches import combines_itself, over_groups, run_batch
 from drjax._primitives.contract_groups import group_sums
 from drjax._primitives.device_sums import add_devices, scattered_axis
-from drjax._primitives.reduce_ops import REDUCE_OPS, Running, is_compensated
+from drjax._primitives.reduce_ops import (
+    REDUCE_OPS,
+    Running,
+    as_dtype,
+    is_compensated,
+)
 from drjax._primitives.segments import (
     InSegments,
     PlacedOutput,
@@ -186,7 +191,9 @@ class ChunkedStage:
         if steps == 1 and not rest:
             indices = first + lax.iota(jnp.int32, count)
             slices = [x.whole() if isinstance(x, Stacked) else x for x in slices]
-            own = [copy_slice_to_padding(layout, indices, x, x[:1]) for x in slices]
+            own = slices
+            if layout.uneven:
+                own = [copy_slice_to_padding(layout, indices, x, x[:1]) for x in own]
             totals, kept = self._chunk(
                 first, indices, own, layout.partial_count, alone=True
             )
@@ -194,7 +201,10 @@ class ChunkedStage:
             return [*totals[:count], *(x.value for x in totals[count:])], kept
 
         # Before the loop: later it may be replaced.
-        padding = [None if isinstance(x, Stacked) else x[:1] for x in slices]
+        padding = [
+            x[:1] if layout.uneven and not isinstance(x, Stacked) else None
+            for x in slices
+        ]
 
         def slots_from(start: Array, size: int) -> Array:
             # Indices are counted, as an array of all would be of size n.
@@ -382,10 +392,10 @@ class ChunkedStage:
         """Return the slices of a chunk's slots, out of those of the device, `x`.
 
         `start` is the position of the chunk's first slot on the device, int32 `[]`.
-        Padding gets `first`, `[1, *s]`, that of the first slot; where there is some,
-        `x` is no `Stacked`. An array `x` is not cut if `lazy`, as the inner level reads
-        it in chunks: the result is a `Stacked` with the slots' positions in it, int32
-        `[c]`. Otherwise it is `[c, *s]`.
+        Padding gets `first`, `[1, *s]`, that of the first slot, None without padding;
+        where there is some, `x` is no `Stacked`. An array `x` is not cut if `lazy`, as
+        the inner level reads it in chunks: the result is a `Stacked` with the slots'
+        positions in it, int32 `[c]`. Otherwise it is `[c, *s]`.
         """
         size = indices.shape[0]
         if lazy and not isinstance(x, Stacked):
@@ -397,7 +407,8 @@ class ChunkedStage:
         if isinstance(x, Stacked):
             return x.take(start, size)
         own = lax.dynamic_slice_in_dim(x, start, size)
-        assert first is not None
+        if first is None:
+            return own
         return copy_slice_to_padding(self.layout, indices, own, first)
 
     def _batched_states(self, outs: list[Array], mask: Array) -> list[ChunkState]:
@@ -572,7 +583,7 @@ def _finish(
             results[i] = op.finish(results[i], n)
         # Before the psum, so that it sends the dtype of the program.
         if reduce.wire is None:
-            results[i] = results[i].astype(reduce.source.dtype)
+            results[i] = as_dtype(results[i], reduce.source.dtype)
     if layout.axes:
         for i, op in enumerate(ops):
             if not op.additive:
@@ -589,7 +600,7 @@ def _finish(
     for i, (op, reduce) in enumerate(zip(ops, reduces, strict=True)):
         if not early[i]:
             results[i] = op.finish(results[i], n)
-        results[i] = results[i].astype(reduce.source.dtype)
+        results[i] = as_dtype(results[i], reduce.source.dtype)
     return results
 
 

@@ -10,7 +10,7 @@ Sharp edges: a partition that is Manual around the plan is refused, as a device 
 its own groups there.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from drjax._errors import MeshError, PlanError
 from drjax._plan import uses
 from drjax._plan.schedule_moves import Sources
 from drjax._plan_file.batches import combines_itself
+from drjax._primitives.dispatch_cache import same_source
 from drjax._primitives.map_fn import (
     lowers_by_vmap,
     prepare_group_jaxpr,
@@ -147,6 +148,8 @@ class MeshInterpreter(PlanInterpreter):
         self._partial = partial
         self._kept, self._folded = plan.kept(), folded_slices(plan)
         self._replaced = uses.replaced(plan, lasting)
+        # The work of rounds that repeat, by what it is made of: traced once.
+        self._known_work: dict[Hashable, Callable[..., list[Array]]] = {}
 
     def __call__(self, inputs: Iterable[Slices]) -> list[Array]:
         return super().__call__(
@@ -203,6 +206,7 @@ class MeshInterpreter(PlanInterpreter):
             combine,
             levels,
             self._replaced[index],
+            self._known_work if len(self.plan.rounds) > 1 else None,
         )
         if reuse is None:
             env.write(a_round.combined, totals)
@@ -391,13 +395,15 @@ def _run_groups(
     combine: bool,
     levels: InnerLevels,
     replaced: dict[str, str],
+    known: dict[Hashable, Callable[..., list[Array]]] | None = None,
 ) -> tuple[list[Array], list[PartitionedArray]]:
     """Run the local stage of a round for all groups, on all devices, and reduce.
 
     The inputs of the stage and of the folds are read from `env`, which is not changed.
     `kept` are the outputs of the stage to return as slices. `step` is how many of a
     device's groups run at once; None: all. `levels` tells which reductions are combined
-    over two levels at once, or by an outer level.
+    over two levels at once, or by an outer level. `known` has the work of the rounds
+    before, and gets that of this one.
 
     The result is `(totals, stacks)`. If `combine`, `totals` has for each reduction but
     gathers its result `[*s]`, and then the leaves of the result of each fold, `[*s]`;
@@ -462,11 +468,50 @@ def _run_groups(
     # As in the surrounding code: users' loops inside were traced under it.
     operands, whole = [*positions, *shared, *slices], len(positions) + len(shared)
     divided = [P(None, layout.axes) if x else True for x in stacked]
-    outs = shard_map_over_devices(
-        layout, body, operands, [False] * whole + divided, outputs, _compat.check_vma(),
-        with_first_index=True,
-    )  # fmt: skip
+
+    def run(*operands: Array) -> list[Array]:
+        return shard_map_over_devices(
+            layout, body, operands, [False] * whole + divided, outputs,
+            _compat.check_vma(), with_first_index=True,
+        )  # fmt: skip
+
+    plain = not (folds or inner or levels.merged or levels.partial or any(stacked))
+    if known is not None and plain and _compat.under_trace():
+        key = _key_of_work(a_round, kept, step, combine, replaced)
+        if key is not None:
+            # Inlined: its equations are staged again, without being traced again.
+            run = known.setdefault(key, jax.jit(run, inline=True))
+    outs = run(*operands)
     return outs[: len(each)], outs[len(each) :]
+
+
+def _key_of_work(
+    a_round: Round,
+    kept: list[Value],
+    step: int | None,
+    combine: bool,
+    replaced: dict[str, str],
+) -> Hashable | None:
+    """Return a key of the work of a round, without folds, by which rounds are equal.
+
+    None if it has none, or effects.
+    """
+    stage = a_round.local
+    if stage.exported is not None or _compat.effects_of(stage.jaxpr):
+        return None
+    code = same_source(stage.jaxpr)
+    if code is None:
+        return None
+    takes = {v.name: i for i, v in enumerate(stage.inputs)}
+    gives = {v.name: i for i, v in enumerate(stage.outputs)}
+    inputs = tuple((v.shape, v.dtype, v.partitioned, v.axis) for v in stage.inputs)
+    partials = tuple(
+        (r.op, gives[r.source.name], r.wire, r.sharded, r.result.dtype)
+        for r in a_round.partials
+    )
+    slices = tuple((gives[v.name], v.axis) for v in kept)
+    pairs = ((gives.get(new), takes.get(old)) for new, old in replaced.items())
+    return code, inputs, partials, slices, step, combine, tuple(pairs)
 
 
 def _prepare(
@@ -511,7 +556,9 @@ def _read_slices(
     is `Stacked`. If `cut`, none is: the slices are cut out of their arrays.
     """
     slices = [
-        env[v] if isinstance(env[v], Stacked) else jnp.moveaxis(env[v], v.axis, 0)
+        env[v]
+        if isinstance(env[v], Stacked) or v.axis == 0
+        else jnp.moveaxis(env[v], v.axis, 0)
         for v in stage.inputs
         if v.partitioned
     ]
