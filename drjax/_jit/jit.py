@@ -24,6 +24,7 @@ from drjax._compat.types import Array, PyTree
 from drjax._context import resized
 from drjax._errors import DrjaxError, DrjaxTypeError, DrjaxValueError
 from drjax._jit import lazy_arguments
+from drjax._jit.at_once import AtOnce, Guarded, NotAsked, may_be_asked
 from drjax._jit.jit_primitive import Options, plan_of, planned_p, trace, varying_axes
 from drjax._jit.lazy_arguments import Leaf
 from drjax._jit.tune import Tuned
@@ -164,30 +165,62 @@ def jit(
         return Tuned(fn, compiled, groups.budget)
     rematerialize = None if residuals is None else residuals == "recompute"
     planned = _planned(fn, groups, rematerialize)
-    return _Jit(fn, jax.jit(planned, **jit_kwargs))
+    at_once = None
+    if isinstance(groups, step_size.Fit):
+        guarded = _guarded(fn, groups, rematerialize)
+        at_once = AtOnce(guarded, groups.budget, jit_kwargs)
+    return _Jit(fn, jax.jit(planned, **jit_kwargs), at_once)
 
 
 class _Jit:
-    """A `jax.jit` that also takes `Groups` as arguments."""
+    """A `jax.jit` that also takes `Groups` as arguments.
+
+    `at_once` is another one, to be tried first, until what it compiles is too large.
+    """
 
     __wrapped__: Callable
 
-    def __init__(self, fn: Callable, jitted: Any) -> None:
-        self._jitted = jitted
+    def __init__(self, fn: Callable, jitted: Any, at_once: AtOnce | None) -> None:
+        self._jitted, self._at_once = jitted, at_once
         # Without its attributes: those of a `jax.jit` say what is traced and lowered.
         functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return self._jitted(*args, **kwargs)
+            return self._chosen(args, kwargs)
         except DrjaxError:
             # Raised by `Groups` where they are in the place of an array.
             if not lazy_arguments.has_groups(args, kwargs):
                 raise
         return lazy_arguments.run(self.__wrapped__, self._jitted, args, kwargs)
 
+    def _chosen(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run all groups at once, if they fit; else as many as fit, if it is "auto"."""
+        at_once = self._at_once
+        if at_once is None or not may_be_asked():
+            return self._jitted(*args, **kwargs)
+        try:
+            return at_once.call(*args, **kwargs)
+        except NotAsked:
+            pass
+        fits = self._lowered_at_once(args, kwargs) is not None
+        return (at_once.call if fits else self._jitted)(*args, **kwargs)
+
+    def _lowered_at_once(
+        self, args: tuple, kwargs: dict[str, Any]
+    ) -> jax.stages.Lowered | None:
+        if self._at_once is None or not may_be_asked():
+            return None
+        if (lowered := self._at_once.lower(args, kwargs)) is None:
+            self._at_once = None
+        return lowered
+
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        return self._on_types(self._jitted.lower, args, kwargs)
+        def lower(*args: Any, **kwargs: Any) -> jax.stages.Lowered:
+            lowered = self._lowered_at_once(args, kwargs)
+            return lowered or self._jitted.lower(*args, **kwargs)
+
+        return self._on_types(lower, args, kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         return self._on_types(self._jitted.trace, args, kwargs)
@@ -330,6 +363,16 @@ def _planned(
         return _Planned(lambda: fn, groups, rematerialize)
     new = _Planned(reference, groups, rematerialize)
     return by_options.setdefault((groups, rematerialize), new)
+
+
+def _guarded(fn: Callable, groups: step_size.Fit, rematerialize: bool | None) -> Any:
+    """As `_planned`, for all groups at once, if they fit."""
+    new = Guarded(_planned(fn, None, rematerialize))
+    try:
+        by_options = _cache[fn]  # of `_planned`
+    except (KeyError, TypeError):
+        return new
+    return by_options.setdefault((groups, rematerialize, "at once"), new)
 
 
 def _unpickled(

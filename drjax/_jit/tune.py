@@ -120,20 +120,18 @@ class Tuned(Generic[P, R]):
                 fits = compiled.memory_analysis().temp_size_in_bytes <= budget
             return _least_seconds(run, args, kwargs) if fits else math.inf
 
-        count = _groups_of_device(self._compiled(1, False), args, kwargs)
+        count = groups_of_device(self._compiled(1, False).trace(*args, **kwargs))
         return fastest(count, seconds)
 
 
-def _groups_of_device(
-    run: jax.stages.Wrapped, args: tuple, kwargs: dict[str, Any]
-) -> int:
+def groups_of_device(traced: jax.stages.Traced) -> int:
     """Return the most groups that can run at once on a device.
 
     That is the number of slots of a device, places for one group each, of which the
     last ones of the last devices may be padding; 1 if the function has no plan with
-    groups. The function is traced and planned for it, not compiled.
+    groups. The traced function is planned for it, not compiled.
     """
-    for eqn in run.trace(*args, **kwargs).jaxpr.eqns:
+    for eqn in traced.jaxpr.eqns:
         if eqn.primitive is planned_p:
             plan = plan_of(eqn.params["jaxpr"], eqn.params["options"])
             return xla.groups_of_device(plan)

@@ -149,9 +149,10 @@ class MeshInterpreter(PlanInterpreter):
         self._kept, self._folded = plan.kept(), folded_slices(plan)
         self._replaced = uses.replaced(plan, lasting)
         # The work of rounds that repeat, by what it is made of: traced once.
-        self._known_work: dict[Hashable, Callable[..., list[Array]]] = {}
+        self._known_work: dict[Hashable, Callable[..., list[Array]]]
 
     def __call__(self, inputs: Iterable[Slices]) -> list[Array]:
+        self._known_work = {}  # of this trace
         return super().__call__(
             x if isinstance(x, Stacked) else jnp.asarray(x) for x in inputs
         )
@@ -418,11 +419,13 @@ def _run_groups(
     stage, prepared, inner, by_vmap = _prepare(layout, a_round, step, levels)
     cut = by_vmap or layout.uneven or layout.spec_entry is not None
     slices, positions, stacked = _read_slices(stage, env, cut)
+    # Numbers, as the work must close over no arrays to be traced once.
+    end, skipped = len(shared), len(positions)
 
     def work(*args) -> tuple[list[Array], list[DeviceArray]]:
         *args, first = args
-        args, indices = args[len(positions) :], iter(args[: len(positions)])
-        works = with_arrays(prepared, args[count : len(shared)])
+        args, indices = args[skipped:], iter(args[:skipped])
+        works = with_arrays(prepared, args[count:end])
         chunked = ChunkedStage(
             layout,
             stage,
@@ -434,7 +437,7 @@ def _run_groups(
             levels.merged,
             replaced,
         )
-        pairs = zip(args[len(shared) :], stacked, strict=True)
+        pairs = zip(args[end:], stacked, strict=True)
         own = [
             Stacked(x, next(indices)) if is_stacked else x for x, is_stacked in pairs
         ]
@@ -445,8 +448,8 @@ def _run_groups(
         # `[1, *s]`: the shard_map stacks the devices' values along this axis.
         if not combine:
             return [*(total[None] for total in totals), *stacks]
-        args = args[len(positions) :]
-        works = with_arrays(prepared, args[count : len(shared)])
+        args = args[skipped:]
+        works = with_arrays(prepared, args[count:end])
         sums, states = totals[: len(reduces)], totals[len(reduces) :]
         folded = finish_folds(layout, works, states)
         return [*levels.finish(layout, stage, reduces, sums), *folded, *stacks]
