@@ -1,84 +1,62 @@
 """`groups_per_step="auto"` where all groups fit: the program is compiled once.
 
 Input: a function that plans with all groups of a device at once, and a budget. Output:
-a `jax.jit` of it, if the program that it compiles needs no more temporary memory.
+whether the program that `jax.jit` compiles of it needs no more temporary memory.
 
 What is compiled to ask for its memory is what runs then: JAX keeps it. Only where it
 needs too much is the number of groups searched for (`backends/xla/step_size.py`).
 
-Invariants: nothing is compiled by a call, so that no program runs that was not asked.
-Sharp edges: once some arguments need too much memory, all later calls search.
+Sharp edges: `jax.jit` cannot be asked whether a call would compile. So the types of
+arguments are looked up at each call, which takes some microseconds.
 """
 
-import contextvars
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from drjax import _compat
-from drjax._jit.tune import groups_of_device
+from drjax._jit.tune import arguments_key, groups_of_device
 from drjax.backends.xla import step_size
-
-_compiling: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "compiling", default=False
-)
-
-
-class NotAsked(Exception):
-    """Raised by a call that would compile: the program's memory is not known yet."""
-
-
-class Guarded:
-    """A function to be compiled only by `AtOnce.lower`; `jax.jit` caches by it."""
-
-    def __init__(self, fn: Callable) -> None:
-        self._fn, self.__name__ = fn, fn.__name__
-
-    @property
-    def __wrapped__(self) -> Callable:
-        return self._fn.__wrapped__
-
-    def __repr__(self) -> str:
-        return repr(self._fn)
-
-    def __reduce__(self) -> tuple[Callable, tuple]:
-        return Guarded, (self._fn,)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not _compiling.get():
-            raise NotAsked
-        return self._fn(*args, **kwargs)
 
 
 class AtOnce:
-    """A `jax.jit` of a guarded function, and the bytes that each device has for it."""
+    """A `jax.jit` of a function, and by the types of arguments whether it fits.
 
-    def __init__(self, fn: Guarded, budget: int | None, options: dict[str, Any]):
+    `budget` is in bytes of temporary memory for each device; None: what it has left.
+    `asked` has what was asked of the same function and options before.
+    """
+
+    def __init__(
+        self, fn: Callable, budget: int | None, options: dict[str, Any], asked: dict
+    ) -> None:
         self.call, self._budget = jax.jit(fn, **options), budget
+        self._asked: dict[Any, bool] = asked
         self._parts = fn, budget, options
 
     def __reduce__(self) -> tuple[Callable, tuple]:
-        return AtOnce, self._parts  # an unpickled `jax.jit` has no `trace`
+        # An unpickled `jax.jit` has no `trace`; another machine asks by itself.
+        return AtOnce, (*self._parts, {})
 
-    def lower(self, args: tuple, kwargs: dict[str, Any]) -> jax.stages.Lowered | None:
-        """Lower and compile it; None if what is compiled needs too much memory."""
-        token = _compiling.set(True)
-        try:
-            traced = self.call.trace(*args, **kwargs)
-            lowered = traced.lower()
-        finally:
-            _compiling.reset(token)
-        memory: Any = lowered.compile().memory_analysis()
-        mesh = _compat.concrete_mesh()
-        devices = jax.local_devices()[:1] if mesh.empty else mesh.local_devices
+    def fits(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether it fits for these arguments; if it was not asked, it is compiled.
+
+        False where it cannot be asked: while tracing, or if no device is known.
+        """
+        if _compat.under_trace() or jax.config.jax_disable_jit:
+            return False
+        key = arguments_key(args, kwargs)
+        if key not in self._asked:
+            mesh = _compat.concrete_mesh()
+            if mesh.empty and not jax.sharding.get_abstract_mesh().empty:
+                return False
+            devices = jax.local_devices()[:1] if mesh.empty else mesh.local_devices
+            self._asked[key] = self._ask(args, kwargs, devices)
+        return self._asked[key]
+
+    def _ask(self, args: tuple, kwargs: dict[str, Any], devices: Any) -> bool:
+        traced = self.call.trace(*args, **kwargs)
+        memory: Any = traced.lower().compile().memory_analysis()
         budget = self._budget or step_size.free_bytes(devices)
         count, used = groups_of_device(traced), memory.temp_size_in_bytes
-        return lowered if step_size.all_fit(count, lambda _: used, budget) else None
-
-
-def may_be_asked() -> bool:
-    """Whether a program can be compiled here: its devices are known, nothing traces."""
-    abstract = jax.sharding.get_abstract_mesh()
-    known = abstract.empty or not _compat.concrete_mesh().empty
-    return known and not _compat.under_trace() and not jax.config.jax_disable_jit
+        return step_size.all_fit(count, lambda _: used, budget)

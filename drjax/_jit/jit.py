@@ -24,7 +24,7 @@ from drjax._compat.types import Array, PyTree
 from drjax._context import resized
 from drjax._errors import DrjaxError, DrjaxTypeError, DrjaxValueError
 from drjax._jit import lazy_arguments
-from drjax._jit.at_once import AtOnce, Guarded, NotAsked, may_be_asked
+from drjax._jit.at_once import AtOnce
 from drjax._jit.jit_primitive import Options, plan_of, planned_p, trace, varying_axes
 from drjax._jit.lazy_arguments import Leaf
 from drjax._jit.tune import Tuned
@@ -167,15 +167,16 @@ def jit(
     planned = _planned(fn, groups, rematerialize)
     at_once = None
     if isinstance(groups, step_size.Fit):
-        guarded = _guarded(fn, groups, rematerialize)
-        at_once = AtOnce(guarded, groups.budget, jit_kwargs)
+        every = _planned(fn, None, rematerialize)
+        asked = _asked(fn, groups, rematerialize, *sorted(jit_kwargs.items()))
+        at_once = AtOnce(every, groups.budget, jit_kwargs, asked)
     return _Jit(fn, jax.jit(planned, **jit_kwargs), at_once)
 
 
 class _Jit:
     """A `jax.jit` that also takes `Groups` as arguments.
 
-    `at_once` is another one, to be tried first, until what it compiles is too large.
+    `at_once` is that of all groups at once, to run where these fit in memory.
     """
 
     __wrapped__: Callable
@@ -187,7 +188,7 @@ class _Jit:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return self._chosen(args, kwargs)
+            return self._chosen(args, kwargs)(*args, **kwargs)
         except DrjaxError:
             # Raised by `Groups` where they are in the place of an array.
             if not lazy_arguments.has_groups(args, kwargs):
@@ -195,30 +196,14 @@ class _Jit:
         return lazy_arguments.run(self.__wrapped__, self._jitted, args, kwargs)
 
     def _chosen(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run all groups at once, if they fit; else as many as fit, if it is "auto"."""
+        """The `jax.jit` of all groups at once, if they fit; else of as many as fit."""
         at_once = self._at_once
-        if at_once is None or not may_be_asked():
-            return self._jitted(*args, **kwargs)
-        try:
-            return at_once.call(*args, **kwargs)
-        except NotAsked:
-            pass
-        fits = self._lowered_at_once(args, kwargs) is not None
-        return (at_once.call if fits else self._jitted)(*args, **kwargs)
-
-    def _lowered_at_once(
-        self, args: tuple, kwargs: dict[str, Any]
-    ) -> jax.stages.Lowered | None:
-        if self._at_once is None or not may_be_asked():
-            return None
-        if (lowered := self._at_once.lower(args, kwargs)) is None:
-            self._at_once = None
-        return lowered
+        fits = at_once is not None and at_once.fits(args, kwargs)
+        return at_once.call if fits else self._jitted
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         def lower(*args: Any, **kwargs: Any) -> jax.stages.Lowered:
-            lowered = self._lowered_at_once(args, kwargs)
-            return lowered or self._jitted.lower(*args, **kwargs)
+            return self._chosen(args, kwargs).lower(*args, **kwargs)
 
         return self._on_types(lower, args, kwargs)
 
@@ -365,14 +350,13 @@ def _planned(
     return by_options.setdefault((groups, rematerialize), new)
 
 
-def _guarded(fn: Callable, groups: step_size.Fit, rematerialize: bool | None) -> Any:
-    """As `_planned`, for all groups at once, if they fit."""
-    new = Guarded(_planned(fn, None, rematerialize))
+def _asked(fn: Callable, *options: Any) -> dict[Any, bool]:
+    """Return what `AtOnce` was told of a function and options, as long as it lives."""
     try:
         by_options = _cache[fn]  # of `_planned`
+        return by_options.setdefault(("asked", *options), {})
     except (KeyError, TypeError):
-        return new
-    return by_options.setdefault((groups, rematerialize, "at once"), new)
+        return {}
 
 
 def _unpickled(

@@ -86,7 +86,7 @@ class Tuned(Generic[P, R]):
         The first call for a combination of types, shardings and mesh in context
         measures, and records the `jax.jit`; later calls return the same one.
         """
-        key = _arguments_key(args, kwargs)
+        key = arguments_key(args, kwargs)
         if key not in self._runs:
             self._runs[key] = self._compiled(self._fastest_count(args, kwargs), True)
         return self._runs[key]
@@ -155,7 +155,7 @@ def _least_seconds(
     return min(times)
 
 
-def _arguments_key(args: tuple, kwargs: dict[str, Any]) -> Any:
+def arguments_key(args: tuple, kwargs: dict[str, Any]) -> Any:
     """Return a hashable key of a call's arguments: one measurement serves equal keys.
 
     It has the tree structure, the shapes, dtypes and shardings of arrays, the classes
@@ -163,7 +163,7 @@ def _arguments_key(args: tuple, kwargs: dict[str, Any]) -> Any:
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
     kinds = [
-        (x.shape, str(x.dtype), getattr(x, "sharding", None))
+        (x.shape, x.dtype, getattr(x, "sharding", None))
         if hasattr(x, "shape")
         else type(x)
         for x in leaves
