@@ -153,8 +153,7 @@ def _float4_by_hand() -> Callable:
         x = x.reshape(*x.shape[:-1], -1, 32)
         scale = jnp.max(jnp.abs(x), -1, keepdims=True) / 6
         x = x / jnp.where(scale > 0, scale, 1)
-        above = jnp.abs(x)[..., None] > jnp.array(_BOUNDS)
-        code = above.sum(-1, dtype=jnp.uint8)
+        code = sum((jnp.abs(x) > bound).astype(jnp.uint8) for bound in _BOUNDS)
         code = code | (jnp.signbit(x).astype(jnp.uint8) << 3)
         return code[..., ::2] | (code[..., 1::2] << 4), scale
 
@@ -317,6 +316,9 @@ ROWS = [
             functools.partial(_planned, where),
         )
         for where in ("between maps", "on the server")
+    ),
+    Row(
+        "lower a mean of 3000 leaves", 1.5, "jax.jit", "jnp.mean", lambda: _mean(False)
     ),
     Row(
         "lower a mean of 3000 leaves", 1.5, "drjax.jit", "jnp.mean", lambda: _mean(True)
