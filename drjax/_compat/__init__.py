@@ -39,6 +39,7 @@ from drjax._compat.jax_types import moveaxis as moveaxis
 from drjax._compat.jax_types import typeof as typeof
 from drjax._compat.jax_types import weakref_lru_cache as weakref_lru_cache
 from drjax._compat.jaxprs import add_batch_dimension as add_batch_dimension
+from drjax._compat.jaxprs import as_rematerialized as as_rematerialized
 from drjax._compat.jaxprs import backward_pass as backward_pass
 from drjax._compat.jaxprs import batch_jaxpr as batch_jaxpr
 from drjax._compat.jaxprs import batch_jaxpr_first as batch_jaxpr_first
@@ -52,6 +53,7 @@ from drjax._compat.jaxprs import finds_nans as finds_nans
 from drjax._compat.jaxprs import has_ordered_effects as has_ordered_effects
 from drjax._compat.jaxprs import has_primitive as has_primitive
 from drjax._compat.jaxprs import is_bound_to_devices as is_bound_to_devices
+from drjax._compat.jaxprs import is_rematerialized as is_rematerialized
 from drjax._compat.jaxprs import jaxpr_as_checked_fun as jaxpr_as_checked_fun
 from drjax._compat.jaxprs import jaxpr_as_fun as jaxpr_as_fun
 from drjax._compat.jaxprs import jaxpr_consts as jaxpr_consts
@@ -63,6 +65,7 @@ from drjax._compat.jaxprs import new_eqn as new_eqn
 from drjax._compat.jaxprs import new_var as new_var
 from drjax._compat.jaxprs import open_jaxpr as open_jaxpr
 from drjax._compat.jaxprs import partial_eval_jaxpr as partial_eval_jaxpr
+from drjax._compat.jaxprs import rematerializing as rematerializing
 from drjax._compat.jaxprs import scan_size_params as scan_size_params
 from drjax._compat.jaxprs import scan_sizes as scan_sizes
 from drjax._compat.jaxprs import select_outputs as select_outputs

@@ -5,6 +5,7 @@ that the installed version has. Invariant: the input is unchanged. A closed jaxp
 open to `open_jaxpr`, and has constants if `jaxpr_consts` says so.
 """
 
+import contextlib
 import dataclasses
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -556,6 +557,29 @@ def _literal(x: Any) -> core.Literal | None:
         return None
     x = dtypes.canonicalize_value(x)
     return core.Literal(x, core.typeof(x)) if core.is_literalable(x) else None
+
+
+# As JAX names what a `jax.checkpoint` rematerializes, in profiles and compiled code.
+_REMATERIALIZED = "rematted_computation"
+
+
+def rematerializing() -> contextlib.AbstractContextManager[None]:
+    """Name what is traced in this context as rematerialized."""
+    return jax.named_scope(_REMATERIALIZED)
+
+
+def as_rematerialized(eqn: Eqn) -> Eqn:
+    """Copy an equation, named as rematerialized."""
+    if is_rematerialized(eqn):
+        return eqn
+    source = eqn.source_info
+    names = source_info_util.new_name_stack(_REMATERIALIZED) + source.name_stack
+    return eqn.replace(source_info=source.replace(name_stack=names))
+
+
+def is_rematerialized(eqn: Eqn) -> bool:
+    """Whether an equation is named as rematerialized, or was traced so."""
+    return _REMATERIALIZED in str(eqn.source_info.name_stack)
 
 
 def select_outputs(

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias, Union
 
-from drjax._drawing.print_plan import bytes_as_text
+from drjax._plan.as_text import bytes_as_text
 from drjax.plan import (
     Broadcast,
     Columns,

@@ -1,11 +1,13 @@
 """What `print(plan)` prints: a plan as text, its signature and then round by round.
 
-Input: a `drjax.plan.Plan`. Output: its text. `bytes_as_text` is for other texts, too.
+Input: a `drjax.plan.Plan`. Output: its text.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from drjax._plan.as_text import bytes_as_text
+from drjax._planner.cost import cost_of_stage, costs, saved_as_text
 from drjax._primitives.reduce_ops import REDUCE_OPS
 from drjax.plan import (
     Broadcast,
@@ -53,24 +55,17 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
     yield f"{plan.name}: {over}"
     yield f"  takes    {_signature(plan.inputs)}"
     yield f"  returns  {_signature(plan.outputs)}"
+    server, group = costs(plan)
+    if server.saved or group.saved:
+        yield f"  saves    {saved_as_text(server, group)}, at most, for later rounds"
+    if group.rematerializes:
+        yield f"  rematerializes {group.rematerialized_as_text()} of each group"
     yield from _rounds(plan)
 
 
 def _count(number: int, noun: str) -> str:
     """Format a number and a noun, with `s` for the plural: `2 rounds`."""
     return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def bytes_as_text(nbytes: int) -> str:
-    """Format a number of bytes for humans: `812 B`, `12.3 kB`.
-
-    A symbolic expression is not rounded.
-    """
-    if not isinstance(nbytes, int):  # a symbolic dimension
-        return f"{nbytes} B"
-    units = ("B", "kB", "MB", "GB", "TB")
-    power = 0 if nbytes < 10_000 else min(4, (len(str(nbytes)) - 2) // 3)
-    return f"{nbytes / 1000**power:.4g} {units[power]}"
 
 
 def _signature(values: tuple[Value, ...]) -> str:
@@ -131,7 +126,10 @@ def _stage_lines(
     elif not stage.empty:
         yield f"  each group computes  {stage.name}"
         yield from _inner_lines(stage)
-        yield from (f"    keeps  {value}" for value in _saved(a_round))
+        if (cost := cost_of_stage(stage)).rematerializes:
+            yield f"    rematerializes  {cost.rematerialized_as_text()}"
+        for value in _saved(a_round):
+            yield f"    keeps  {value}   {bytes_as_text(value.nbytes)}"
 
 
 @_lines.rule(Broadcast)

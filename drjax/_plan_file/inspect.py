@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from drjax import _storage
-from drjax._drawing.print_plan import bytes_as_text
 from drjax._errors import PlanFileError
+from drjax._plan.as_text import bytes_as_text
 from drjax._plan.normal_form import exported_stages
 from drjax._plan_file import container
 from drjax._plan_file.decode import decode

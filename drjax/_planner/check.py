@@ -1,12 +1,13 @@
 """`drjax.check`: the signature of a program, with the kind of each value.
 
 Input: a function and its arguments. Output: a `Signature`, which prints itself. The
-kinds are those of partitioning inference; no stage is built and nothing is compiled.
+kinds are those of partitioning inference. Plans are built twice, to count what they
+save and rematerialize; nothing is compiled.
 """
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -18,15 +19,18 @@ from jax.extend.core import Literal
 from drjax import _compat
 from drjax._compat.types import Atom, PyTree
 from drjax._context import resized
-from drjax._errors import DrjaxValueError
+from drjax._errors import DrjaxValueError, PlanError
 from drjax._jaxprs.associative import difference_of_orders
 from drjax._jaxprs.eval_jaxpr import literal_value
 from drjax._jaxprs.walk import live_equations
 from drjax._partition import Partition
+from drjax._plan.as_text import bytes_as_text
+from drjax._planner.cost import Cost, saved_as_text
 from drjax._planner.inline import inline_calls
 from drjax._planner.make_plan import (
     Traced,
     check_planned,
+    costs_of_residuals,
     inline_and_infer,
     trace,
 )
@@ -74,6 +78,9 @@ class Signature:
       axes: The names of the mesh axes that the partition is sharded over, () if the
         program runs locally.
       devices: The number of devices along those axes, 1 if there are none.
+      costs: By the option `residuals` of `drjax.jit`, `"store"` and `"recompute"`, what
+        the server and each group then save and compute, two `Cost`s; {} if the function
+        has no plan.
     """
 
     name: str
@@ -82,6 +89,7 @@ class Signature:
     results: tuple[Typed, ...]
     axes: tuple[str, ...]
     devices: int
+    costs: dict[str, tuple[Cost, Cost]] = field(default_factory=dict, compare=False)
 
     def __str__(self) -> str:
         table = [
@@ -97,7 +105,24 @@ class Signature:
         title = f"{self.name}: calls no drjax building block"
         if self.partition is not None:
             title = f"{self.name} over partition {self.partition}, {self._placement()}"
-        return "\n".join([title, *lines[:count], "returns", *lines[count:]])
+        lines = [title, *lines[:count], "returns", *lines[count:]]
+        return "\n".join([*lines, *self._residual_lines()])
+
+    def _residual_lines(self) -> Iterator[str]:
+        """Yield what is saved and rematerialized, by the option `residuals`.
+
+        Nothing for a program of which no round needs what an earlier one has computed.
+        """
+        if not any(x.saved or x.rematerializes for _, x in self.costs.values()):
+            return
+        assert self.partition is not None
+        groups = -(-self.partition.size // self.devices)
+        yield f"between rounds, on each device with {groups} groups"
+        for residuals, (server, group) in self.costs.items():
+            yield f"  residuals={residuals!r}"
+            total = bytes_as_text(groups * group.saved + server.saved)
+            yield f"    saves {total}: {saved_as_text(server, group)}"
+            yield f"    rematerializes {group.rematerialized_as_text()} of each group"
 
     def _placement(self) -> str:
         """Describe the mesh axes and the groups per device, for the printed text.
@@ -129,7 +154,10 @@ def check(fn: Callable, partitioned: PyTree = None) -> Callable[..., Signature]:
     Returns:
       A function that takes the arguments of `fn` (or `jax.ShapeDtypeStruct`s with their
       shapes) and returns a `Signature`: print it. It has the kind of each argument and
-      result, and the mesh axes and devices over which the groups are sharded.
+      result, and the mesh axes and devices over which the groups are sharded. Of a
+      function with several rounds, as a gradient through rounds, it says what is saved
+      for later rounds, in bytes, and what is rematerialized, in floating-point
+      operations as estimated, by the option `residuals` of `drjax.jit`.
 
     Raises:
       PlanError: The function mixes the groups' slices other than by a drjax reduction,
@@ -178,9 +206,20 @@ def check(fn: Callable, partitioned: PyTree = None) -> Callable[..., Signature]:
             tuple(map(typed, kinds.program.outvars, outs)),
             axes,
             devices,
+            _costs(kinds, traced),
         )
 
     return checker
+
+
+def _costs(kinds: Environment, traced: Traced) -> dict[str, tuple[Cost, Cost]]:
+    """Count what plans of a function save and rematerialize; {} if it has none."""
+    if kinds.partition is None:
+        return {}
+    try:
+        return costs_of_residuals(kinds, traced.names, traced.declared)
+    except PlanError:
+        return {}
 
 
 def _check_folds(

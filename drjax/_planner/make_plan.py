@@ -25,6 +25,7 @@ from drjax._errors import DrjaxError, DrjaxTypeError, PlanError
 from drjax._jaxprs.provenance import source_line
 from drjax._partition import Partition
 from drjax._planner.build_stages import PlanSignature, build_plan
+from drjax._planner.cost import Cost, costs
 from drjax._planner.explicit_communication import make_communication_explicit
 from drjax._planner.inline import (
     CONTROL,
@@ -279,12 +280,8 @@ def plan_of_jaxpr(
     # users' data.
     with jax.transfer_guard("allow"):
         kinds = inline_and_infer(closed, names, declared)
-        while (
-            rematerialize and (rewritten := rematerialize_residuals(kinds)) is not None
-        ):
-            # New bodies have new variables, so their kinds are inferred again.
-            # Some values may be partitioned only now, and imply further communication.
-            kinds = _infer_and_make_explicit(rewritten, kinds.partition, declared)
+        if rematerialize:
+            kinds = _with_rematerialized_loops(kinds, declared)
         # Last, as the passes above write equations without a demand.
         if secure and (secured := demand_of_cotangents(kinds)) is not None:
             kinds = _infer_and_make_explicit(secured, kinds.partition, declared)
@@ -295,6 +292,35 @@ def plan_of_jaxpr(
             plan = build_plan(kinds, signature, rematerialize)
         make = functools.partial(plan_of_jaxpr, rematerialize=rematerialize)
         return with_inner_plans(plan, make)
+
+
+def costs_of_residuals(
+    kinds: Environment, names: Sequence[str], declared: Sequence[Kind | None]
+) -> dict[str, tuple[Cost, Cost]]:
+    """What the server and one group save and compute, by the option `residuals`.
+
+    `kinds` is that of `inline_and_infer` of a program, with the same names and kinds.
+    """
+    result = {}
+    for residuals in ("store", "recompute"):
+        again = residuals == "recompute"
+        with jax.transfer_guard("allow"), outside_meshes():
+            used = _with_rematerialized_loops(kinds, declared) if again else kinds
+            results = [used[v] for v in used.program.outvars]
+            signature = PlanSignature(residuals, names, results)
+            result[residuals] = costs(build_plan(used, signature, again))
+    return result
+
+
+def _with_rematerialized_loops(
+    kinds: Environment, declared: Sequence[Kind | None]
+) -> Environment:
+    """Rewrite loops until nothing is left that they rematerialize."""
+    while (rewritten := rematerialize_residuals(kinds)) is not None:
+        # New bodies have new variables, so their kinds are inferred again. Some values
+        # may be partitioned only now, and imply further communication.
+        kinds = _infer_and_make_explicit(rewritten, kinds.partition, declared)
+    return kinds
 
 
 def _equations(program: InlinedJaxpr) -> Iterator[Eqn]:

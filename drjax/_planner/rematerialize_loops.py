@@ -318,7 +318,7 @@ class _ScanPair:
         roots = {b: self.residuals[x] for x, b in scanned if x in self.residuals}
         eqns, starts = self._backward_slice(list(roots.values()))
         # Fresh variables: a forward scan may have several backward scans.
-        fresh, first = copy_equations(eqns, starts)
+        fresh, first = copy_equations(map(_compat.as_rematerialized, eqns), starts)
         forward = self.forward
         outer = dict(zip(forward.body_consts, forward.consts, strict=True))
         steps = dict(zip(forward.body_xs, forward.xs, strict=True)) | self.stacks
@@ -367,7 +367,8 @@ def _sink(kinds: Environment, scan: _Scan) -> InlinedJaxpr | None:
     needed, starts = backward_slice(sunk, of_groups, lambda _, e: _is_cheap(e))
     # No start is sunk by a later call, so the calls come to an end: each start is an
     # argument, a constant, observable, global, or not cheap.
-    fresh, first = copy_equations([e for e in eqns if id(e) in needed], starts)
+    moved = (_compat.as_rematerialized(e) for e in eqns if id(e) in needed)
+    fresh, first = copy_equations(moved, starts)
     pairs = list(zip(scan.consts, scan.body_consts, strict=True))
     names = {inner: fresh[v] for v, inner in pairs if v in sunk}
     kept = [pair for pair in pairs if pair[0] not in sunk]

@@ -120,6 +120,7 @@ class LocalWork:
         combined = [v for e, rule in through for v in rule.slices(e, own)]
         forwarded = _unique(v for v in combined if is_slice(v, 0) and v not in computed)
         saved = [v for v in computed if self._is_saved(v, index)]
+        of_round = map(id, self._rounds.local.get(index, ()))
         needs: list[Operand] = [x for e in equations for x in self._values.operands(e)]
         needs += [self._values.slice_of(*x) for x in outgoing]
         needs += [SliceOperand(v) for v in forwarded]
@@ -139,6 +140,7 @@ class LocalWork:
             self._observable.intersection(saved),
             outgoing,
             forwarded,
+            frozenset(map(id, equations)).difference(of_round),
         )
 
     def _count_rounds(self) -> int:

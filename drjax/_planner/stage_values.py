@@ -130,6 +130,7 @@ class LocalStageParts:
         returns its slice, or its copy.
       forwarded: The variables among `slices` that a reduction of this round takes: the
         stage returns their slices unchanged.
+      rematerialized: The ids of those equations that an earlier round computes, too.
     """
 
     equations: Sequence[Any]
@@ -141,6 +142,7 @@ class LocalStageParts:
     fenced: frozenset[Any]
     outgoing: list[tuple[Any, int]]
     forwarded: list[Any]
+    rematerialized: frozenset[int]
 
 
 # Building blocks whose results groups take as inputs of their stages.

@@ -7,6 +7,7 @@ results are compared with those of the program. Sharp edges: bitwise-observable 
 of a local stage are fenced, as XLA could compute them twice by itself.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, assert_never
 
@@ -159,13 +160,15 @@ def _run_group(
 
     for eqn in parts.equations:
         operands = list(map(read, values.operands(eqn)))
+        again = id(eqn) in parts.rematerialized or _compat.is_rematerialized(eqn)
         if eqn.primitive is fence_p:
             # Copies that the stage takes anyway, so that nothing more is sent.
             copies = map(BroadcastOperand, eqn.params["after"])
             operands += [env[copy] for copy in copies if copy in env]
             outs = fence_p.bind(*operands)[: len(eqn.outvars)]
         else:
-            outs = _bind_for_group(eqn, kinds, group, operands)
+            with _compat.rematerializing() if again else contextlib.nullcontext():
+                outs = _bind_for_group(eqn, kinds, group, operands)
         for var, out in zip(eqn.outvars, outs, strict=True):
             # An observable result of a rematerialized equation is an input of this
             # stage, and must not be replaced by its second value.

@@ -27,9 +27,9 @@ import jax
 import numpy as np
 
 from drjax._compat.types import PyTree
-from drjax._drawing.print_plan import bytes_as_text
 from drjax._error_texts import called_in_two_steps
 from drjax._errors import DrjaxTypeError, MeshError
+from drjax._plan.as_text import bytes_as_text
 from drjax._sharding.layout import axis_sizes, slices_of_devices
 from drjax.compiled.hlo import Instruction, Module, Running, shape_bytes, split
 from drjax.compiled.replica_groups import axes_of, devices_of, devices_of_slices
