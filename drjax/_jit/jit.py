@@ -23,9 +23,17 @@ from drjax._api.program import Decorated
 from drjax._compat.types import Array, PyTree
 from drjax._context import resized
 from drjax._errors import DrjaxError, DrjaxTypeError, DrjaxValueError
+from drjax._jaxprs.walk import deep_equations
 from drjax._jit import lazy_arguments
 from drjax._jit.at_once import AtOnce
-from drjax._jit.jit_primitive import Options, plan_of, planned_p, trace, varying_axes
+from drjax._jit.jit_primitive import (
+    Options,
+    plan_of,
+    plan_to_run,
+    planned_p,
+    trace,
+    varying_axes,
+)
 from drjax._jit.lazy_arguments import Leaf
 from drjax._jit.tune import Tuned
 from drjax._planner.naming import argument_names, function_name
@@ -103,8 +111,10 @@ def jit(
         `"recompute"` (rematerialize) it, or `"store"` it for all groups. Results of
         equations with effects are stored, and states, from which a round's work starts:
         no work is repeated through two rounds. Default: `"store"` where all groups of a
-        device run at once, as `jax.jit` does, and `"recompute"` where they do not; with
-        `"auto"`, `"store"` if all groups fit in memory so.
+        device run at once, as `jax.jit` does, and `"recompute"` where they do not.
+        `"auto"` stores if all groups fit so, or if fewer at once take no more time, by
+        their work and by the number of steps; `"tune"` measures both for the fastest
+        number of groups. `drjax.check` of the result says what runs, and what it saves.
       memory_budget: With `"auto"` and `"tune"`, bytes of temporary memory for each
         device. Default: what the devices have left.
       **jit_kwargs: As for `jax.jit`: static_argnums, donate_argnums, in_shardings, ...
@@ -213,6 +223,13 @@ class _Jit:
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         return self._on_types(self._jitted.eval_shape, args, kwargs)
 
+    def chosen(self, args: tuple, kwargs: dict[str, Any]) -> str:
+        """Write how many groups run at once and what is saved, for `drjax.check`."""
+        jaxpr = self.trace(*args, **kwargs).jaxpr
+        calls = [eqn for eqn in deep_equations(jaxpr) if eqn.primitive is planned_p]
+        choices = (plan_to_run(e.params["jaxpr"], e.params["options"]) for e in calls)
+        return "; ".join(map(str, choices))
+
     def _on_types(self, method: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if lazy_arguments.has_groups(args, kwargs):
             args, kwargs = lazy_arguments.closed(self.__wrapped__, args, kwargs)
@@ -235,11 +252,15 @@ def _compiled(
     residuals: str | None,
     jit_kwargs: dict[str, Any],
     size: int,
+    measured: str | None,
     donate: bool,
 ) -> Jitted:
-    """Compile `fn` for `size` groups at once; donate arguments only if `donate`."""
+    """Compile `fn` for `size` groups at once; donate arguments only if `donate`.
+
+    `residuals` is the user's option. None: it may be `measured`.
+    """
     kept = {k: v for k, v in jit_kwargs.items() if donate or "donate" not in k}
-    return jit(fn, size, residuals, **kept)
+    return jit(fn, size, residuals or measured, **kept)
 
 
 class _Planned:

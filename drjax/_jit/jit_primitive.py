@@ -122,23 +122,24 @@ def _plan_of(jaxpr: ClosedJaxpr, options: Options) -> Plan:
         )
 
 
-def _plan_to_run(jaxpr: ClosedJaxpr, options: Options) -> tuple[Plan, GroupsPerStep]:
-    """Return the plan that saves what a later round needs, if all groups run at once.
+@_cached
+def plan_to_run(jaxpr: ClosedJaxpr, options: Options) -> xla.Choice:
+    """Choose the plan that saves what a later round needs, if all groups run at once.
 
     Else the plan that rematerializes it; and how many groups of a device run at once.
+    As many as fit in memory: what of both fits and takes less time (see `xla.fitted`).
     """
-    step = options.groups_per_step
+    step, of = options.groups_per_step, {"store": False, "recompute": True}
     # Made when it is asked for: most chunks are smaller, and need one plan.
-    saving = lambda: plan_of(jaxpr, replace(options, rematerialize=False))
-    if options.rematerialize is not None or step is None:
-        return plan_of(jaxpr, options), step
+    make = lambda name: plan_of(jaxpr, replace(options, rematerialize=of[name]))
+    names = [x for x in of if options.rematerialize in (None, of[x])]
     if isinstance(step, step_size.Fit):
-        plan = saving()
-        if xla.fits_at_once(plan, step.budget):
-            return plan, None
-        return plan_of(jaxpr, options), step
-    plan = plan_of(jaxpr, options)
-    return (saving() if step >= xla.groups_of_device(plan) else plan), step
+        return xla.fitted({name: make(name) for name in names}, step.budget)
+    if step is not None and len(names) > 1:
+        plan = make("recompute")
+        if step < xla.groups_of_device(plan):
+            return xla.Choice(plan, "recompute", step)
+    return xla.Choice(make(names[0]), names[0], step)
 
 
 @_cached
@@ -153,8 +154,8 @@ def _traced(
     """
 
     def run(*args: Array) -> Sequence[Array]:
-        plan, step = _plan_to_run(jaxpr, options)
-        return xla.run_flat(plan, list(args), step)
+        chosen = plan_to_run(jaxpr, options)
+        return xla.run_flat(chosen.plan, list(args), chosen.step)
 
     # As in `_execute`.
     with _compat.without_vma():

@@ -23,8 +23,10 @@ import jax
 from drjax import _compat
 from drjax._errors import DrjaxValueError
 from drjax._jit.jit_primitive import plan_of, planned_p
+from drjax._planner.cost import costs
 from drjax.backends import xla
 from drjax.backends.xla import step_size
+from drjax.plan import Plan
 
 _logger = logging.getLogger("drjax")
 _RUNS, _SECONDS = 10, 0.5  # the most runs to measure, and seconds after which to stop
@@ -41,8 +43,9 @@ class Tuned(Generic[P, R]):
 
     Args:
       fn: The function, for its name and documentation.
-      compiled: `compiled(number, donate)` returns the `jax.jit` of the function for a
-        number of groups at once; `donate`: whether its arguments may be donated.
+      compiled: `compiled(number, residuals, donate)` returns the `jax.jit` of the
+        function for a number of groups at once, with an option `residuals` unless it is
+        None; `donate`: whether its arguments may be donated.
       budget: Bytes of temporary memory for each device; None: what the devices have
         left.
     """
@@ -52,7 +55,7 @@ class Tuned(Generic[P, R]):
     def __init__(
         self,
         fn: Callable[P, R],
-        compiled: Callable[[int, bool], Any],
+        compiled: Callable[[int, str | None, bool], Any],
         budget: int | None,
     ) -> None:
         self._compiled, self._budget = compiled, budget
@@ -88,15 +91,16 @@ class Tuned(Generic[P, R]):
         """
         key = arguments_key(args, kwargs)
         if key not in self._runs:
-            self._runs[key] = self._compiled(self._fastest_count(args, kwargs), True)
+            self._runs[key] = self._compiled(*self._fastest(args, kwargs), True)
         return self._runs[key]
 
-    def _fastest_count(self, args: tuple, kwargs: dict[str, Any]) -> int:
-        """Measure how many groups of a device should run at once.
+    def _fastest(self, args: tuple, kwargs: dict[str, Any]) -> tuple[int, str | None]:
+        """Measure how many groups of a device should run at once, and what to save.
 
         It compiles the function for several numbers, and runs it for each that fits in
-        memory. Raises `DrjaxValueError` if the arguments are traced or have no values,
-        or if one group does not fit.
+        memory; and for the fastest once more, with what later rounds need saved. Raises
+        `DrjaxValueError` if the arguments are traced or have no values, or if one group
+        does not fit.
         """
         leaves = jax.tree.leaves((args, kwargs))
         types = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
@@ -109,19 +113,44 @@ class Tuned(Generic[P, R]):
         budget = self._budget
         if budget is None:
             budget = step_size.free_bytes(jax.local_devices())
-        fits = False
+        fits, times = False, dict[int, float]()
 
-        def seconds(size: int) -> float:
+        def seconds(size: int, residuals: str | None = None) -> float:
             nonlocal fits
-            run = self._compiled(size, False)
-            if not fits:
+            run = self._compiled(size, residuals, False)
+            if residuals or not fits:
                 # Once a number fits, smaller ones do, and are compiled once.
                 compiled = run.lower(*args, **kwargs).compile()
                 fits = compiled.memory_analysis().temp_size_in_bytes <= budget
-            return _least_seconds(run, args, kwargs) if fits else math.inf
+            times[size] = _least_seconds(run, args, kwargs) if fits else math.inf
+            return times[size]
 
-        count = groups_of_device(self._compiled(1, False).trace(*args, **kwargs))
-        return fastest(count, seconds)
+        call = planned_call(self._compiled(1, None, False).trace(*args, **kwargs))
+        if call is None:
+            return 1, None
+        plan, chooses = call
+        count = xla.groups_of_device(plan)
+        size = fastest(count, seconds)
+        # All groups at once save it anyway.
+        if size == count or not chooses or not costs(plan)[1].rematerializes:
+            return size, None
+        again, saving = times[size], seconds(size, "store")
+        _logger.info("residuals: recompute: %.3g s, store: %.3g s", again, saving)
+        return size, "store" if saving < again else None
+
+
+def planned_call(traced: jax.stages.Traced) -> tuple[Plan, bool] | None:
+    """Return the plan that a call runs, and whether no option says what it saves.
+
+    None if the function has no plan with groups. The traced function is planned for it,
+    not compiled.
+    """
+    for eqn in traced.jaxpr.eqns:
+        if eqn.primitive is planned_p:
+            options = eqn.params["options"]
+            plan = plan_of(eqn.params["jaxpr"], options)
+            return plan, options.rematerialize is None
+    return None
 
 
 def groups_of_device(traced: jax.stages.Traced) -> int:
@@ -129,13 +158,10 @@ def groups_of_device(traced: jax.stages.Traced) -> int:
 
     That is the number of slots of a device, places for one group each, of which the
     last ones of the last devices may be padding; 1 if the function has no plan with
-    groups. The traced function is planned for it, not compiled.
+    groups.
     """
-    for eqn in traced.jaxpr.eqns:
-        if eqn.primitive is planned_p:
-            plan = plan_of(eqn.params["jaxpr"], eqn.params["options"])
-            return xla.groups_of_device(plan)
-    return 1
+    call = planned_call(traced)
+    return 1 if call is None else xla.groups_of_device(call[0])
 
 
 def _least_seconds(

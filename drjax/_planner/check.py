@@ -81,6 +81,8 @@ class Signature:
       costs: By the option `residuals` of `drjax.jit`, `"store"` and `"recompute"`, what
         the server and each group then save and compute, two `Cost`s; {} if the function
         has no plan.
+      chosen: Of a function of `drjax.jit`, the options that it runs with, and with
+        `"auto"` the memory that decided; else "".
     """
 
     name: str
@@ -90,6 +92,7 @@ class Signature:
     axes: tuple[str, ...]
     devices: int
     costs: dict[str, tuple[Cost, Cost]] = field(default_factory=dict, compare=False)
+    chosen: str = ""
 
     def __str__(self) -> str:
         table = [
@@ -106,7 +109,10 @@ class Signature:
         if self.partition is not None:
             title = f"{self.name} over partition {self.partition}, {self._placement()}"
         lines = [title, *lines[:count], "returns", *lines[count:]]
-        return "\n".join([*lines, *self._residual_lines()])
+        lines += self._residual_lines()
+        if self.chosen:
+            lines.append(f"drjax.jit runs it with {self.chosen}")
+        return "\n".join(lines)
 
     def _residual_lines(self) -> Iterator[str]:
         """Yield what is saved and rematerialized, by the option `residuals`.
@@ -157,7 +163,9 @@ def check(fn: Callable, partitioned: PyTree = None) -> Callable[..., Signature]:
       result, and the mesh axes and devices over which the groups are sharded. Of a
       function with several rounds, as a gradient through rounds, it says what is saved
       for later rounds, in bytes, and what is rematerialized, in floating-point
-      operations as estimated, by the option `residuals` of `drjax.jit`.
+      operations as estimated, by the option `residuals` of `drjax.jit`. Of a function
+      that `drjax.jit` returned, it says what it runs with; to know that of `"auto"`,
+      it compiles it.
 
     Raises:
       PlanError: The function mixes the groups' slices other than by a drjax reduction,
@@ -181,6 +189,9 @@ def check(fn: Callable, partitioned: PyTree = None) -> Callable[..., Signature]:
     Source: Rush et al. 2024, section 5.
     """
     check_planned("drjax.check", fn, partitioned)
+    # Of what `drjax.jit` returns, which is on a layer above.
+    chosen = getattr(fn, "chosen", None)
+    fn = fn if chosen is None else fn.__wrapped__
 
     @functools.wraps(fn)
     def checker(*args: PyTree, **kwargs: PyTree) -> Signature:
@@ -207,6 +218,7 @@ def check(fn: Callable, partitioned: PyTree = None) -> Callable[..., Signature]:
             axes,
             devices,
             _costs(kinds, traced),
+            "" if chosen is None else chosen(args, kwargs),
         )
 
     return checker

@@ -5,6 +5,7 @@ drjax._planner.rematerialize_loops.
 """
 
 import logging
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import optax
 import pytest
 
 import drjax
-from drjax._jit import jit_primitive
+from drjax._jit import jit_primitive, tune
 from tests.helpers.cases import checkerboard
 from tests.helpers.compiled import flops, temp_bytes
 from tests.helpers.meshes import in_mesh_of
@@ -122,6 +123,63 @@ def test_auto_rematerializes_where_residuals_do_not_fit(caplog):
         run = drjax.jit(gradient, groups_per_step="auto", memory_budget=least)
         assert temp_bytes(run, *args) <= least
     assert f"groups_per_step=1 of {N}" in caplog.text
+
+
+X64 = jnp.sin(jnp.arange(64.0 * 16 * D)).reshape(64, 16, D)
+
+
+@drjax.program(clients=64)
+def spread(w, x):
+    """Two rounds that read the same costly number of each group."""
+    fit = lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w) @ w)
+    y = drjax.map_fn(fit, (drjax.broadcast(w), x))
+    return drjax.reduce_mean((y - drjax.reduce_mean(y)) ** 2)
+
+
+def test_auto_saves_what_is_small_where_few_groups_fit(caplog):
+    """All groups at once do not fit, but a number of each does."""
+    args = jnp.asarray(W), X64
+    budget = temp_bytes(drjax.jit(spread, groups_per_step=4, residuals="store"), *args)
+    with caplog.at_level(logging.INFO, "drjax"):
+        run = drjax.jit(spread, groups_per_step="auto", memory_budget=budget)
+        assert temp_bytes(run, *args) <= budget
+        np.testing.assert_allclose(run(*args), spread(*args), rtol=1e-5)
+    assert re.search("groups_per_step=[4-9] of 64, residuals='store': ", caplog.text)
+    text = str(drjax.check(run)(*args)).splitlines()[-1]
+    assert text.startswith("drjax.jit runs it with groups_per_step=")
+    assert text.endswith(f" of {budget:,} bytes of temporary memory")
+
+
+@pytest.mark.parametrize("options, text", [
+    ({}, "64 of 64, residuals='store'"),
+    ({"groups_per_step": 4}, "4 of 64, residuals='recompute'"),
+    ({"groups_per_step": 4, "residuals": "store"}, "4 of 64, residuals='store'"),
+    ({"groups_per_step": 100}, "64 of 64, residuals='store'"),
+])  # fmt: skip
+def test_check_says_what_runs(options, text):
+    args = jnp.asarray(W), X64
+    lines = str(drjax.check(drjax.jit(spread, **options))(*args)).splitlines()
+    assert lines[-1] == f"drjax.jit runs it with groups_per_step={text}"
+    assert lines[:-1] == str(drjax.check(spread)(*args)).splitlines()
+
+
+@pytest.mark.parametrize("faster", ["store", "recompute"])
+def test_tune_measures_what_is_saved(faster, monkeypatch, caplog):
+    """The fastest number of groups is run once more, and saves what is needed."""
+    args, runs = (jnp.asarray(W), X64), list[str]()
+
+    def seconds(run, args, kwargs):
+        runs.append(str(drjax.check(run)(*args)).splitlines()[-1])
+        if "'store'" in runs[-1] and "64 of" not in runs[-1]:
+            return 0.5 if faster == "store" else 2.0
+        return 1.0 if "=4 of" in runs[-1] else 3.0
+
+    monkeypatch.setattr(tune, "_least_seconds", seconds)
+    step = drjax.jit(spread, groups_per_step="tune")
+    np.testing.assert_allclose(step(*args), spread(*args), rtol=1e-5)
+    assert runs[-1].endswith("groups_per_step=4 of 64, residuals='store'")
+    text = step.lower(*args).compile().as_text()
+    assert ("rematted_computation" in text) == (faster != "store")
 
 
 # With this option, which newer versions have, a custom_vjp is a high-level equation.

@@ -15,7 +15,10 @@ Sharp edges: the `shard_map`s are not differentiated: derivatives are taken of p
 before they are planned (see `_jit/jit_primitive.py`).
 """
 
-from collections.abc import Callable
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -26,6 +29,7 @@ from drjax import _compat
 from drjax._compat.types import Array, Mesh
 from drjax._errors import DrjaxValueError
 from drjax._planner.arguments import flat_inputs
+from drjax._planner.cost import costs
 from drjax._sharding.execute import as_operand
 from drjax._sharding.layout import Layout
 from drjax.backends.xla import step_size
@@ -34,6 +38,8 @@ from drjax.backends.xla.kept_run import KeptRun
 from drjax.backends.xla.mesh_interpreter import MeshInterpreter, layout_of
 from drjax.engines.slices.kept import Keep
 from drjax.plan import Plan, Value
+
+_logger = logging.getLogger("drjax")
 
 
 def compile(
@@ -106,56 +112,98 @@ def run_flat(
     groups work at once; None: all; a `step_size.Fit`, a budget of memory: as many as
     fit, for which the plan is compiled several times. `mesh` None: the one in context.
     """
-    layout = layout_of(plan, mesh)
     if isinstance(step, step_size.Fit):
-        fit = step.budget
-        step = None if layout is None else _largest_step(plan, layout, fit, mesh)
-    return MeshInterpreter(plan, layout, step, mesh)(inputs)
+        step = fitted({"recompute": plan}, step.budget, mesh).step
+    return MeshInterpreter(plan, layout_of(plan, mesh), step, mesh)(inputs)
 
 
-def fits_at_once(plan: Plan, budget: int | None) -> bool:
-    """Whether all groups of a device fit in memory at once; the plan is compiled."""
-    layout = layout_of(plan)
+@dataclass(frozen=True)
+class Choice:
+    """A plan, and how many groups of a device run at once.
+
+    Attributes:
+      plan: The plan.
+      residuals: The option of `drjax.jit` that it is made for, `"store"` or
+        `"recompute"`.
+      step: The number of groups; None: all.
+      memory: The memory that it takes, as text, if that decided; else "".
+    """
+
+    plan: Plan
+    residuals: str
+    step: int | None
+    memory: str = ""
+
+    def __str__(self) -> str:
+        count = groups_of_device(self.plan)
+        step = count if self.step is None else min(count, self.step)
+        options = f"groups_per_step={step} of {count}, residuals={self.residuals!r}"
+        return f"{options}: {self.memory}" if self.memory else options
+
+
+def fitted(
+    plans: Mapping[str, Plan], budget: int | None, user_mesh: Mesh | None = None
+) -> Choice:
+    """Choose the plan, and the groups at once, that fit in memory; and log it.
+
+    `plans` has a plan for each value of the option `residuals` of `drjax.jit` that may
+    be chosen. They are compiled a few times (see `step_size.best`). `budget` is in
+    bytes for each device; None: what is free. The number of groups is at most the most
+    that a device has in any level.
+    """
+    first, *others = plans
+    layout = layout_of(plans[first], user_mesh)
     if layout is None:
-        return True
-    temp_bytes, budget = _memory(plan, layout, budget)
-    return step_size.all_fit(_most_groups(plan, layout), temp_bytes, budget)
+        return Choice(plans[first], first, None)
+    count = _most_groups(plans[first], layout, user_mesh)
+    budget = _free_bytes(layout) if budget is None else budget
+    ways = dict[str, step_size.Way]()
+    for residuals, plan in plans.items():
+        server, group = costs(plan)
+        temp_bytes = functools.cache(functools.partial(_temp_bytes, plan, user_mesh))
+        saved = server.saved + group.saved * layout.per_device
+        ways[residuals] = step_size.Way(temp_bytes, saved, group.operations)
+    # Plans that save as much and do as much are the same.
+    others = [x for x in others if ways[x].cost != ways[first].cost]
+    second = ways[others[0]] if others else None
+    chosen, step = step_size.best(count, ways[first], second, budget)
+    residuals = next(name for name, way in ways.items() if way is chosen)
+    memory = f"{chosen.temp_bytes(step):,} of {budget:,} bytes of temporary memory"
+    result = Choice(
+        plans[residuals], residuals, None if step == count else step, memory
+    )
+    _logger.info("%s", result)
+    return result
 
 
-def _largest_step(
-    plan: Plan, layout: Layout, budget: int | None, user_mesh: Mesh | None = None
-) -> int:
-    """Find the largest number of a device's groups at once that fits in memory.
+def _concrete(layout: Layout) -> Mesh | None:
+    """Return the mesh of a layout, with devices; None: it runs without one."""
+    if not isinstance(layout.mesh, AbstractMesh):
+        return layout.mesh
+    # The devices are needed, to ask for their memory.
+    mesh = _compat.concrete_mesh()
+    if mesh.empty:
+        raise DrjaxValueError(
+            'groups_per_step="auto" compiles for the devices in context and asks '
+            "how much memory they have. Under an AbstractMesh no device can be "
+            "asked: give a number."
+        )
+    return mesh
 
-    It is at most the most groups that a device has in any level of the plan. The
-    program is compiled up to eight times. `budget` is in bytes for each device; None:
-    what is free.
-    """
-    temp_bytes, budget = _memory(plan, layout, budget, user_mesh)
-    return step_size.largest(_most_groups(plan, layout, user_mesh), temp_bytes, budget)
 
-
-def _memory(
-    plan: Plan, layout: Layout, budget: int | None, user_mesh: Mesh | None = None
-) -> tuple[Callable[[int], int], int]:
-    """Return what a plan's temporary memory is by the groups at once, and the budget.
-
-    Both in bytes of one device. With the budget None, it is what is free.
-    """
-    mesh = layout.mesh
-    if isinstance(mesh, AbstractMesh):
-        # The devices are needed, to ask for their memory.
-        mesh = _compat.concrete_mesh()
-        if mesh.empty:
-            raise DrjaxValueError(
-                'groups_per_step="auto" compiles for the devices in context and asks '
-                "how much memory they have. Under an AbstractMesh no device can be "
-                "asked: give a number."
-            )
+def _free_bytes(layout: Layout) -> int:
+    """Return the bytes of memory that are free on each device of a layout."""
+    mesh = _concrete(layout)
     # Without a mesh the program runs on one device.
     devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
-    if budget is None:
-        budget = step_size.free_bytes(devices)
+    return step_size.free_bytes(devices)
+
+
+def _temp_bytes(plan: Plan, user_mesh: Mesh | None, step: int) -> int:
+    """Compile a plan, and return its temporary memory on a device, in bytes."""
+    layout = layout_of(plan, user_mesh)
+    assert layout is not None
+    mesh = _concrete(layout)
 
     def abstract_input(value: Value) -> jax.ShapeDtypeStruct:
         shape, spec = value.whole_shape(plan.size), [None] * value.axis
@@ -167,17 +215,12 @@ def _memory(
             shape, value.dtype, sharding=sharding if shape else None
         )
 
-    def temp_bytes(step: int) -> int:
-        run = MeshInterpreter(plan, layout, step, user_mesh)
-        # The whole program, as the memory of one round depends on what others keep.
-        compiled: Any = (
-            jax.jit(lambda *xs: run(xs))
-            .lower(*map(abstract_input, plan.inputs))
-            .compile()
-        )
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    return temp_bytes, budget
+    run = MeshInterpreter(plan, layout, step, user_mesh)
+    # The whole program, as the memory of one round depends on what others keep.
+    compiled: Any = (
+        jax.jit(lambda *xs: run(xs)).lower(*map(abstract_input, plan.inputs)).compile()
+    )
+    return compiled.memory_analysis().temp_size_in_bytes
 
 
 def on_mesh(plan: Plan, inputs: list[Array]) -> list[Array]:

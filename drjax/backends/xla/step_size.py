@@ -1,8 +1,9 @@
 """How many groups of a device run at once: the option, or what fits in memory.
 
-Input: the options `groups_per_step` and `memory_budget`; for `"auto"` a function that
-compiles the program and returns its temporary memory. Output: a number, or None for
-all. What is fastest, for `"tune"`, is searched for in `_jit/tune.py`.
+Input: the options `groups_per_step` and `memory_budget`; for `"auto"` functions that
+compile a program that saves, or one that rematerializes, and return its temporary
+memory. Output: which of both, and a number, or None for all. What is fastest, for
+`"tune"`, is searched for in `_jit/tune.py`.
 
 Invariants: the number that `largest` returns was compiled and seen to fit.
 
@@ -10,7 +11,6 @@ Sharp edges: temporary memory is the compiler's own estimate, without arguments 
 results; each number that is tried costs a compilation.
 """
 
-import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,6 @@ import jax
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._partition import integer_of
 
-_logger = logging.getLogger("drjax")
 _COMPILATIONS = 8
 
 
@@ -91,25 +90,27 @@ def _positive(caller: str, name: str, value: object, otherwise: str) -> int:
     return number
 
 
-def largest(count: int, temp_bytes: Callable[[int], int], budget: int) -> int:
+def largest(
+    count: int, temp_bytes: Callable[[int], int], budget: int, least: int = 1
+) -> int:
     """Find the largest number of groups at once, up to `count`, that fits in memory.
 
     The search assumes that memory grows with the number of groups, guesses that it does
     so linearly, and compiles at most eight times. So of a great many groups it may miss
     the largest number by a little, but the number that it returns was compiled and seen
-    to fit. The result is logged. It is a `DrjaxValueError` if one group does not fit.
+    to fit. It is a `DrjaxValueError` if one group does not fit.
 
     `count` is the number of slots of a device: places for one group each. `temp_bytes`
     compiles the program for a number of groups at once, and returns its temporary
-    memory, of which it may have `budget` bytes.
+    memory, of which it may have `budget` bytes. `least` groups fit, or are one.
     """
     # All at once first: the fastest, and most often it fits.
     known = {count: temp_bytes(count)}
-    low, high = 1, count
+    low, high = least, count
     if known[count] <= budget:
         low = count
-    elif count > 1:
-        known[1] = temp_bytes(1)
+    elif count > least:
+        known[least] = temp_bytes(least)
     if known[low] > budget:
         raise DrjaxValueError(
             f"Not even one group at a time fits: it needs {known[low]:,} bytes of "
@@ -128,26 +129,53 @@ def largest(count: int, temp_bytes: Callable[[int], int], budget: int) -> int:
             low = guess
         else:
             high = guess
-    _log(low, count, known[low], budget)
     return low
 
 
-def all_fit(count: int, temp_bytes: Callable[[int], int], budget: int) -> bool:
-    """Whether all `count` groups of a device fit in memory at once; logged if so."""
-    used = temp_bytes(count)
-    if used <= budget:
-        _log(count, count, used, budget)
-    return used <= budget
+@dataclass(frozen=True)
+class Way:
+    """A program that saves or rematerializes what later rounds need, to be compiled.
+
+    Attributes:
+      temp_bytes: Compiles it for a number of groups at once, and returns its temporary
+        memory in bytes; cached.
+      saved: The bytes of a device that wait from one round to another.
+      operations: What one group computes, as estimated.
+    """
+
+    temp_bytes: Callable[[int], int]
+    saved: int
+    operations: float
+
+    @property
+    def cost(self) -> tuple[int, float]:
+        """What tells whether two programs are the same."""
+        return self.saved, self.operations
 
 
-def _log(groups: int, count: int, used: int, budget: int) -> None:
-    _logger.info(
-        "groups_per_step=%d of %d: %s of %s bytes of temporary memory",
-        groups,
-        count,
-        f"{used:,}",
-        f"{budget:,}",
-    )
+def best(
+    count: int, saving: Way, repeating: Way | None, budget: int
+) -> tuple[Way, int]:
+    """Choose how much to save, and how many groups run at once, by bytes and work.
+
+    To save is best where all `count` groups of a device then fit in memory at once.
+    Else the largest number that fits is sought for the program that rematerializes. To
+    save is still better if more, smaller steps take no more time in all, should each
+    step take as long as its work, or all steps equally long. `repeating` None: no round
+    needs what an earlier one computes. Arguments and errors are those of `largest`.
+    """
+    # What waits is in memory at once, however few groups work.
+    may_save = repeating is None or saving.saved <= budget
+    if may_save and saving.temp_bytes(count) <= budget:
+        return saving, count
+    if repeating is None:
+        return saving, largest(count, saving.temp_bytes, budget)
+    size = largest(count, repeating.temp_bytes, budget)
+    steps = -(-count // size) * repeating.operations / max(1, saving.operations)
+    least = -(-count // max(1, int(steps)))
+    if may_save and least < count and saving.temp_bytes(least) <= budget:
+        return saving, largest(count, saving.temp_bytes, budget, least)
+    return repeating, size
 
 
 def free_bytes(devices: Sequence[Any]) -> int:

@@ -3,7 +3,9 @@
 Covers: drjax.backends.xla.step_size.
 """
 
+import functools
 import logging
+import math
 import re
 from typing import Any
 
@@ -40,6 +42,44 @@ def test_the_largest_number_that_fits(temp, budget):
     assert temp(result) <= budget
     assert result == 64 or temp(result + 1) > budget
     assert len(asked) == len(set(asked)) <= 8
+
+
+def _way(first, each, operations, asked):
+    """A program of 64 groups, of `first` bytes and `each` for one that works."""
+
+    def temp_bytes(step):
+        asked.append(step)
+        return first + each * step
+
+    saved = min(first, 64)
+    return step_size.Way(functools.cache(temp_bytes), saved, operations)
+
+
+@pytest.mark.parametrize("budget", [20, 100, 400, 660, 900, 2000])
+@pytest.mark.parametrize("first", [10, 64, 600])
+@pytest.mark.parametrize("operations", [1.2, 1.5, 3.0])
+def test_what_is_saved_takes_no_more_time(budget, first, operations):
+    """By work, and by the number of steps."""
+    asked = []
+    saving, again = _way(first, 10, 1.0, asked), _way(0, 10, operations, asked)
+    way, size = step_size.best(64, saving, again, budget)
+    assert way.temp_bytes(size) <= budget
+    assert len(asked) <= 12
+    most = [min(64, max(0, budget - x) // 10) for x in (first, 0)]
+    assert size == most[way is again]
+    if most[0]:
+        steps = [math.ceil(64 / k) for k in most]
+        assert (way is saving) == (steps[0] <= steps[1] * operations)
+    else:
+        assert way is again
+
+
+def test_what_does_not_fit_is_not_compiled():
+    asked = []
+    saving, again = _way(64, 10, 1.0, asked), _way(0, 1, 2.0, [])
+    assert step_size.best(64, saving, again, 63) == (again, 63)
+    assert not asked
+    assert step_size.best(64, saving, None, 80) == (saving, 1)
 
 
 def test_not_even_one_fits():
