@@ -1,14 +1,16 @@
 """Count what gradients through rounds compute and keep, against hand-written loops.
 
-    python -m benchmarks.residuals             # gradients through 1 to 8 rounds
-    python -m benchmarks.residuals --quick     # 1 and 2 rounds
+    python -m benchmarks.residuals             # gradients through 1 to 64 rounds
+    python -m benchmarks.residuals --quick     # 1, 2 and 16 rounds
 
 Each task is compiled, and nothing runs: the floating-point operations of matrix
 products, times how often their loops run, in units of one forward pass of all groups
 through one round; the temporary memory of a device; and the collectives that it runs.
 Hand-written are the two programs that an engineer would write: all groups of a device
 at once by `jax.vmap`, without checkpoints; and one group at a time by `lax.scan`, with
-a `jax.checkpoint` around each group and around each round. With `--out` the table goes
+a `jax.checkpoint` around each group and around each round. Of many rounds, those of a
+segment are run again, too: by hand by nested scans, with a `jax.checkpoint` around each
+segment, which has as many rounds as take the least memory. With `--out` the table goes
 to `residuals-jax-VERSION.md`.
 """
 
@@ -163,6 +165,17 @@ def _scanned(one_round: Callable, rounds: int) -> Callable:
     return jax.grad(last_loss)
 
 
+def _segmented(one_round: Callable, rounds: int, length: int) -> Callable:
+    def last_loss(params, state, x, validation):
+        step = lambda carry, _: (one_round(*carry, x), None)
+        segment = lambda carry, _: (lax.scan(step, carry, length=length)[0], None)
+        segment = jax.checkpoint(segment, prevent_cse=False)
+        (params, state), _ = lax.scan(segment, (params, state), length=rounds // length)
+        return _loss(params, validation)
+
+    return jax.grad(last_loss)
+
+
 @dataclass(frozen=True)
 class Task:
     """What is measured.
@@ -182,6 +195,13 @@ TASKS = {
     "straight-line rounds, states in the groups": Task(_straight, True),
     "a scan over rounds, states in the groups": Task(_scanned, True),
 }
+# With checkpoints of some rounds, by the rounds of a segment: by hand, and ours.
+SEGMENTED = {
+    "checkpoints of some rounds": TASKS["a scan over rounds"],
+    "checkpoints of some rounds, states in the groups": TASKS[
+        "a scan over rounds, states in the groups"
+    ],
+}
 
 
 def _implementations(task: Task, n: int, rounds: int) -> dict[str, Callable]:
@@ -192,6 +212,27 @@ def _implementations(task: Task, n: int, rounds: int) -> dict[str, Callable]:
         OURS_ALL: drjax.jit(ours),
         CHECKPOINTED: jax.jit(derived(_one_at_a_time(n, task.with_state))),
         OURS: drjax.jit(ours, groups_per_step=1),
+    }
+
+
+def _segmented_implementations(
+    task: Task, n: int, rounds: int
+) -> dict[str, list[Callable]]:
+    """Of the hand-written ones several, of which the one with the least memory counts.
+
+    Their segments have 2, 4, ... rounds. All groups at once are not rematerialized in
+    the rounds of a segment, as `drjax.jit` saves what these need.
+    """
+    lengths = [2**i for i in range(1, 10) if 2**i < rounds]
+    ours = _scanned(_ours(n, task.with_state), rounds)
+    by_hand = lambda one_round: [
+        jax.jit(_segmented(one_round, rounds, length)) for length in lengths
+    ]
+    return {
+        ALL: by_hand(_all_at_once(n, task.with_state)),
+        OURS_ALL: [drjax.jit(ours, checkpoints="sqrt")],
+        CHECKPOINTED: by_hand(_one_at_a_time(n, task.with_state)),
+        OURS: [drjax.jit(ours, groups_per_step=1, checkpoints="sqrt")],
     }
 
 
@@ -208,8 +249,15 @@ def _types(mesh: jax.sharding.Mesh, n: int, with_state: bool) -> tuple:
     return params, state, data, array(BATCH, WIDTH)
 
 
-def measure(n: int, rounds: tuple[int, ...], show_progress: bool = True) -> list[dict]:
+def measure(
+    n: int,
+    rounds: tuple[int, ...],
+    many: tuple[int, ...] = (),
+    show_progress: bool = True,
+) -> list[dict]:
     """Compile all tasks, each for n groups and for each number of rounds.
+
+    With `many` rounds, checkpoints are of some rounds.
 
     Returns:
       A dict for each task, number of rounds and implementation: `task`, `rounds`,
@@ -218,14 +266,24 @@ def measure(n: int, rounds: tuple[int, ...], show_progress: bool = True) -> list
     """
     mesh = counts.mesh_of(_AXIS, DEVICES)
     rows = []
+    tasks = [(*item, rounds) for item in TASKS.items()]
+    tasks += [(*item, many) for item in SEGMENTED.items()]
     with jax.set_mesh(mesh):
-        for name, task in tqdm(TASKS.items(), disable=not show_progress):
+        for name, task, numbers in tqdm(tasks, disable=not show_progress):
             args = _types(mesh, n, task.with_state)
             forward = jax.jit(_all_at_once(n, task.with_state))
             one = matrix_operations(forward.lower(*args[:3]).compile())
-            for count in rounds:
-                for how, run in _implementations(task, n, count).items():
-                    compiled: Any = run.lower(*args).compile()
+            for count in numbers:
+                if name in TASKS:
+                    each = _implementations(task, n, count)
+                    runs = {how: [run] for how, run in each.items()}
+                else:
+                    runs = _segmented_implementations(task, n, count)
+                for how, choices in runs.items():
+                    compiled: Any = min(
+                        (run.lower(*args).compile() for run in choices),
+                        key=lambda x: Report.of(x).temp_bytes,
+                    )
                     report = Report.of(compiled)
                     row = {"task": name, "rounds": count, "implementation": how}
                     row["passes"] = matrix_operations(compiled) / one
@@ -256,10 +314,11 @@ def markdown(rows: list[dict], n: int) -> str:
 
 
 def main() -> None:
-    options = counts.parser(__doc__, "1 and 2 rounds").parse_args()
+    options = counts.parser(__doc__, "1, 2 and 16 rounds").parse_args()
     jax.config.update("jax_num_cpu_devices", DEVICES)
     n, rounds = 64, (1, 2) if options.quick else (1, 2, 4, 8)
-    counts.write(markdown(measure(n, rounds), n), options.out, "residuals")
+    rows = measure(n, rounds, (16,) if options.quick else (16, 64))
+    counts.write(markdown(rows, n), options.out, "residuals")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Literal, ParamSpec, Protocol, TypeAlias, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +68,7 @@ def jit(
     groups_per_step: Literal["tune"],
     residuals: str | None = None,
     memory_budget: int | None = None,
+    checkpoints: Literal["sqrt"] | None = None,
     **jit_kwargs: Any,
 ) -> Tuned[P, R]: ...
 @overload
@@ -76,6 +77,7 @@ def jit(
     groups_per_step: int | str | None = None,
     residuals: str | None = None,
     memory_budget: int | None = None,
+    checkpoints: Literal["sqrt"] | None = None,
     **jit_kwargs: Any,
 ) -> Jitted[P, R]: ...
 def jit(
@@ -83,6 +85,7 @@ def jit(
     groups_per_step: int | str | None = None,
     residuals: str | None = None,
     memory_budget: int | None = None,
+    checkpoints: Literal["sqrt"] | None = None,
     **jit_kwargs: Any,
 ) -> Any:
     """`jax.jit` of a program in normal form, in memory that does not grow with n.
@@ -117,6 +120,10 @@ def jit(
         number of groups. `drjax.check` of the result says what runs, and what it saves.
       memory_budget: With `"auto"` and `"tune"`, bytes of temporary memory for each
         device. Default: what the devices have left.
+      checkpoints: `"sqrt"`: a gradient through a `lax.scan` over T rounds saves what it
+        carries at about √T of them, and runs the rounds between two of these again, for
+        one more forward pass (revolve; sublinear memory): the divisor of T that takes
+        the fewest bytes. Default: it saves what each round carries.
       **jit_kwargs: As for `jax.jit`: static_argnums, donate_argnums, in_shardings, ...
 
     Returns:
@@ -144,7 +151,9 @@ def jit(
       >>> print(drjax.jit(mean_square)(data))
       0.5
 
-    Source: Rush et al. 2024, sections 4 and 5.
+    Source: Rush et al. 2024, sections 4 and 5. Of checkpoints: Griewank and Walther
+    2000, "Algorithm 799: revolve"; Chen, Xu, Zhang and Guestrin 2016, "Training deep
+    nets with sublinear memory cost".
     """
     if not callable(fn):
         raise DrjaxTypeError(
@@ -152,7 +161,7 @@ def jit(
             "functools.partial(drjax.jit, groups_per_step=8) as a decorator."
         )
     if unknown := sorted(jit_kwargs.keys() - _OPTIONS_OF_JIT):
-        own = ["groups_per_step", "residuals", "memory_budget"]
+        own = ["groups_per_step", "residuals", "memory_budget", "checkpoints"]
         options = [*own, *sorted(_OPTIONS_OF_JIT)]
         close = difflib.get_close_matches(unknown[0], options, n=1)
         raise DrjaxTypeError(
@@ -168,17 +177,21 @@ def jit(
         raise DrjaxValueError(
             f'drjax.jit needs residuals="recompute" or "store", got {residuals!r}.'
         )
-
+    if checkpoints not in (None, "sqrt"):
+        raise DrjaxValueError(
+            f'drjax.jit needs checkpoints="sqrt" or None, got {checkpoints!r}.'
+        )
     if tune:
         assert isinstance(groups, step_size.Fit)
-        compiled = functools.partial(_compiled, fn, residuals, jit_kwargs)
+        own = {"checkpoints": checkpoints, **jit_kwargs}
+        compiled = functools.partial(_compiled, fn, residuals, own)
         return Tuned(fn, compiled, groups.budget)
     rematerialize = None if residuals is None else residuals == "recompute"
-    planned = _planned(fn, groups, rematerialize)
-    at_once = None
+    options = rematerialize, checkpoints is not None
+    planned, at_once = _planned(fn, (groups, *options)), None
     if isinstance(groups, step_size.Fit):
-        every = _planned(fn, None, rematerialize)
-        asked = _asked(fn, groups, rematerialize, *sorted(jit_kwargs.items()))
+        every = _planned(fn, (None, *options))
+        asked = _asked(fn, groups, *options, *sorted(jit_kwargs.items()))
         at_once = AtOnce(every, groups.budget, jit_kwargs, asked)
     return _Jit(fn, jax.jit(planned, **jit_kwargs), at_once)
 
@@ -263,6 +276,11 @@ def _compiled(
     return jit(fn, size, residuals or measured, **kept)
 
 
+# Those of `jit_primitive.Options` that users give: `groups_per_step`, `rematerialize`
+# and `checkpoints`.
+_OfPlan: TypeAlias = tuple[GroupsPerStep, bool | None, bool]
+
+
 class _Planned:
     """A function and its options, as the callable that `drjax.jit` passes to `jax.jit`.
 
@@ -272,15 +290,10 @@ class _Planned:
     `jit_primitive.Options`.
     """
 
-    __slots__ = ("__name__", "__weakref__", "_fn", "_groups", "_rematerialize")
+    __slots__ = ("__name__", "__weakref__", "_fn", "_options")
 
-    def __init__(
-        self,
-        fn: Callable[[], Callable],
-        groups: GroupsPerStep,
-        rematerialize: bool | None,
-    ) -> None:
-        self._fn, self._groups, self._rematerialize = fn, groups, rematerialize
+    def __init__(self, fn: Callable[[], Callable], options: _OfPlan) -> None:
+        self._fn, self._options = fn, options
         self.__name__ = function_name(getattr(fn(), "__name__", "program"))
 
     @property
@@ -291,7 +304,7 @@ class _Planned:
         return f"drjax.jit({self.__name__})"
 
     def __reduce__(self) -> tuple[Callable, tuple]:
-        return _unpickled, (self._fn(), self._groups, self._rematerialize)
+        return _unpickled, (self._fn(), self._options)
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Trace and plan the function for these arguments, and bind `planned_p`.
@@ -328,14 +341,14 @@ class _Planned:
         operands: list[Any] = [*consts, *arrays]
         operand_names = [f"closure.{i}" for i in range(len(consts))]
         operand_names += [names[i] for i in dynamic]
-        groups = self._groups
+        groups, rematerialize, checkpoints = self._options
         if any(isinstance(x, Leaf) for x in arrays):
             read = lazy_arguments.read_in(fn, jaxpr, operands, operand_names)
             operands, operand_names = read.operands, read.names
             jaxpr, _ = trace(read.fn, list(map(_compat.typeof, operands)), name, bound)
             groups = read.groups_per_step() if groups is None else groups
         options = Options(
-            name, tuple(operand_names), groups, self._rematerialize, bound
+            name, tuple(operand_names), groups, rematerialize, bound, checkpoints
         )
         plan = plan_of(jaxpr, options)  # raises PlanError here, not when it is lowered
         operands = xla.on_mesh(plan, operands)
@@ -350,9 +363,7 @@ class _Planned:
 _cache: Any = weakref.WeakKeyDictionary()
 
 
-def _planned(
-    fn: Callable, groups: GroupsPerStep, rematerialize: bool | None
-) -> _Planned:
+def _planned(fn: Callable, options: _OfPlan) -> _Planned:
     """Return the `_Planned` of a function and its options; cached while `fn` lives.
 
     `jax.jit` caches what it compiles by the identity of this object. The first call for
@@ -366,9 +377,8 @@ def _planned(
         by_options = _cache.setdefault(fn, {})
         reference: Any = weakref.ref(fn)
     except TypeError:
-        return _Planned(lambda: fn, groups, rematerialize)
-    new = _Planned(reference, groups, rematerialize)
-    return by_options.setdefault((groups, rematerialize), new)
+        return _Planned(lambda: fn, options)
+    return by_options.setdefault(options, _Planned(reference, options))
 
 
 def _asked(fn: Callable, *options: Any) -> dict[Any, bool]:
@@ -380,8 +390,6 @@ def _asked(fn: Callable, *options: Any) -> dict[Any, bool]:
         return {}
 
 
-def _unpickled(
-    fn: Callable, groups: GroupsPerStep, rematerialize: bool | None
-) -> _Planned:
+def _unpickled(fn: Callable, options: _OfPlan) -> _Planned:
     """Make a `_Planned` that keeps its function alive, as nothing else does."""
-    return _Planned(lambda: fn, groups, rematerialize)
+    return _Planned(lambda: fn, options)

@@ -57,6 +57,8 @@ class Options:
         results in the groups, instead of saving it. None: it does unless all groups of
         a device run at once, where saving needs no more memory than their work.
       bound: Whether the program is traced under the mesh in context; else under none.
+      checkpoints: Whether a gradient through a loop over rounds saves the state of some
+        rounds only, and runs the others again.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Options:
     groups_per_step: GroupsPerStep
     rematerialize: bool | None
     bound: bool = False
+    checkpoints: bool = False
 
     def of(self, count: int) -> "Options":
         """Return the options of a program derived from this one, as its derivative is.
@@ -119,6 +122,7 @@ def _plan_of(jaxpr: ClosedJaxpr, options: Options) -> Plan:
             options.names,
             undeclared,
             rematerialize=bool(options.rematerialize),
+            checkpoints=options.checkpoints,
         )
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from drjax._plan.steps import Loop
+from drjax._plan.value import Value
 
 if TYPE_CHECKING:
     from drjax._plan.normal_form import Plan
@@ -25,6 +26,10 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Scan(Loop):
     """A loop of a known number of steps, as `jax.lax.scan`. See `Loop`.
+
+    Of a stack a step takes, or gives, one entry; or, where the value of its body has as
+    many axes as the stack, a block of them (see `takes_blocks`), as `drjax.jit` runs it
+    with checkpoints.
 
     Attributes:
       consts: The number of constants of the body, as a tuple of one.
@@ -52,6 +57,11 @@ class Scan(Loop):
         first = sum(self.consts)
         second = first + self.carry
         return [*xs[:first]], [*xs[first:second]], [*xs[second:]]
+
+
+def takes_blocks(stack: Value, entry: Value) -> bool:
+    """Whether a step of a scan has a block of entries of a stack, not one of them."""
+    return len(stack.shape) == len(entry.shape)
 
 
 @dataclass(frozen=True)

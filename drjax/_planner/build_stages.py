@@ -27,6 +27,7 @@ from drjax._planner.partitioning.environment import Environment
 from drjax._planner.partitioning.kind import GLOBAL, Kind, shift_axis
 from drjax._planner.rematerialize_rounds import LocalWork
 from drjax._planner.rounds import RoundAssignment
+from drjax._planner.scans import step_axes
 from drjax._planner.stage_values import LocalStageParts, StageValues
 from drjax._planner.trace_stages import (
     trace_local_stage,
@@ -237,6 +238,13 @@ def _loop(
     if op == "program":
         (body,) = loop.bodies
         results = [[body[v] for v in body.program.outvars]]
+    elif op == "scan":
+        # A body sees one step: a stack of partitioned values has its groups one axis
+        # earlier in it, unless it takes blocks of steps.
+        _, axes = step_axes(eqn, loop.bodies[0].program)
+        carry, stacks = results[0][: fields["carry"]], results[0][fields["carry"] :]
+        steps = map(shift_axis, stacks, (-axis for axis in axes))
+        results = [[*carry, *steps]]
     bodies = tuple(
         build_plan(
             body,
@@ -259,22 +267,18 @@ LoopBodies: TypeAlias = tuple[
 def _scan(eqn: Eqn, names: Sequence[str], result_kinds: Sequence[Kind]) -> LoopBodies:
     """Describe the body of a scan, one step.
 
-    One step of a stack named `x` is named `x[step]`. One step of a result that is
-    stacked with group axis k is partitioned along k - 1.
+    One step of a stack named `x` is named `x[step]`. The caller replaces the kinds of
+    stacks by those of their steps.
     """
     consts, carry, xs = split_scan(eqn, names)
-    n_carry = len(carry)
-    # A body sees one step: a stack of partitioned values has its groups one axis
-    # earlier in it.
-    steps = [shift_axis(kind, -1) for kind in result_kinds[n_carry:]]
     fields = {
         "consts": (len(consts),),
-        "carry": n_carry,
+        "carry": len(carry),
         "length": eqn.params["length"],
         "reverse": eqn.params["reverse"],
     }
     arguments = [*consts, *carry, *(f"{x}[step]" for x in xs)]
-    return [arguments], [[*result_kinds[:n_carry], *steps]], fields
+    return [arguments], [result_kinds], fields
 
 
 def _while(eqn: Eqn, names: Sequence[str], result_kinds: Sequence[Kind]) -> LoopBodies:

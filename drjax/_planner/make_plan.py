@@ -25,6 +25,7 @@ from drjax._errors import DrjaxError, DrjaxTypeError, PlanError
 from drjax._jaxprs.provenance import source_line
 from drjax._partition import Partition
 from drjax._planner.build_stages import PlanSignature, build_plan
+from drjax._planner.checkpoint_loops import checkpoint_rounds
 from drjax._planner.cost import Cost, costs
 from drjax._planner.explicit_communication import make_communication_explicit
 from drjax._planner.inline import (
@@ -265,6 +266,7 @@ def plan_of_jaxpr(
     rematerialize: bool = True,
     results: Sequence[str] = (),
     secure: bool = False,
+    checkpoints: bool = False,
 ) -> Plan:
     """Make the plan of a closed jaxpr, traced without a mesh: run all passes.
 
@@ -272,7 +274,8 @@ def plan_of_jaxpr(
     the names of these; (): they are named by their equations. `rematerialize` says
     whether groups rematerialize what a later round or a backward loop needs of their
     work, instead of saving it. `secure` says whether sums of cotangents of a secure sum
-    are secure in the plan; what runs in one process needs no such plan. If mapped
+    are secure in the plan; what runs in one process needs no such plan. `checkpoints`:
+    whether loops over rounds save the state of some rounds only. If mapped
     functions of a local stage run programs themselves, its `Stage.inner` is the plan of
     the stage over the partition of these programs.
     """
@@ -281,7 +284,11 @@ def plan_of_jaxpr(
     with jax.transfer_guard("allow"):
         kinds = inline_and_infer(closed, names, declared)
         if rematerialize:
-            kinds = _with_rematerialized_loops(kinds, declared)
+            kinds = _rewritten(rematerialize_residuals, kinds, declared)
+        if checkpoints:
+            program = checkpoint_rounds(kinds)
+            if program is not None:
+                kinds = _infer_and_make_explicit(program, kinds.partition, declared)
         # Last, as the passes above write equations without a demand.
         if secure and (secured := demand_of_cotangents(kinds)) is not None:
             kinds = _infer_and_make_explicit(secured, kinds.partition, declared)
@@ -290,7 +297,8 @@ def plan_of_jaxpr(
         signature = PlanSignature(name, names, result_kinds, results, in_tree, out_tree)
         with outside_meshes():
             plan = build_plan(kinds, signature, rematerialize)
-        make = functools.partial(plan_of_jaxpr, rematerialize=rematerialize)
+        options = {"rematerialize": rematerialize, "checkpoints": checkpoints}
+        make = functools.partial(plan_of_jaxpr, **options)
         return with_inner_plans(plan, make)
 
 
@@ -305,21 +313,24 @@ def costs_of_residuals(
     for residuals in ("store", "recompute"):
         again = residuals == "recompute"
         with jax.transfer_guard("allow"), outside_meshes():
-            used = _with_rematerialized_loops(kinds, declared) if again else kinds
+            rewrite = rematerialize_residuals if again else lambda _: None
+            used = _rewritten(rewrite, kinds, declared)
             results = [used[v] for v in used.program.outvars]
             signature = PlanSignature(residuals, names, results)
             result[residuals] = costs(build_plan(used, signature, again))
     return result
 
 
-def _with_rematerialized_loops(
-    kinds: Environment, declared: Sequence[Kind | None]
+def _rewritten(
+    rewrite: Callable[[Environment], InlinedJaxpr | None],
+    kinds: Environment,
+    declared: Sequence[Kind | None],
 ) -> Environment:
-    """Rewrite loops until nothing is left that they rematerialize."""
-    while (rewritten := rematerialize_residuals(kinds)) is not None:
+    """Rewrite loops one by one until nothing is left to rewrite."""
+    while (program := rewrite(kinds)) is not None:
         # New bodies have new variables, so their kinds are inferred again. Some values
         # may be partitioned only now, and imply further communication.
-        kinds = _infer_and_make_explicit(rewritten, kinds.partition, declared)
+        kinds = _infer_and_make_explicit(program, kinds.partition, declared)
     return kinds
 
 

@@ -42,24 +42,22 @@ rewritten scan has no jaxpr in its parameters: its body is in
 `InlinedJaxpr.known_bodies` alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from drjax import _compat
-from drjax._compat.types import Atom, Eqn, Var
+from drjax._compat.types import Eqn, Var
 from drjax._jaxprs.walk import (
     backward_slice,
     copy_equations,
     definitions,
-    live_equations,
-    split_scan,
-    substitute,
     variables,
 )
 from drjax._planner.bitwise_observable import bitwise_observable
 from drjax._planner.exchanges import exchange_rule
 from drjax._planner.inline import InlinedJaxpr
 from drjax._planner.partitioning.environment import Environment
+from drjax._planner.scans import ScanEquation, replace_scans
 from drjax._planner.unbatching.rules import UNBATCHING_RULES
 from drjax._planner.work import COSTLY, PER_BYTE, bytes_of, operations
 from drjax._primitives.map_fn import eliminate_dead_code
@@ -83,84 +81,13 @@ def rematerialize_residuals(kinds: Environment) -> InlinedJaxpr | None:
     for eqn in kinds.program.eqns:
         if eqn.primitive.name == "scan" and kinds.is_loop(eqn):
             # One rewrite at a time, as kinds are inferred again after each.
-            sunk = _sink(kinds, _Scan(kinds.program, eqn))
+            sunk = _sink(kinds, ScanEquation(kinds.program, eqn))
             if sunk is not None:
                 return sunk
             pair = _ScanPair(kinds, eqn)
             if pair.residuals:
                 return pair.rewritten()
     return None
-
-
-class _Scan:
-    """A scan equation and its body, as constants, carried values and stacks.
-
-    `consts`, `carry` and `xs` are the operands of the equation; `xs` are the stacks
-    over whose steps it runs. `body_consts`, `body_carry` and `body_xs` are the
-    arguments of its body; `body_xs` are one step of `xs`. `ys` are the stacked results
-    of the equation, and `body_ys` one step of them.
-    """
-
-    def __init__(self, program: InlinedJaxpr, eqn: Eqn):
-        self.eqn = eqn
-        (self.body,) = program.bodies(eqn)
-        self.consts, self.carry, self.xs = split_scan(eqn, eqn.invars)
-        self.body_consts, self.body_carry, self.body_xs = split_scan(
-            eqn, self.body.invars
-        )
-        n_carry = len(self.carry)
-        self.ys, self.body_ys = eqn.outvars[n_carry:], self.body.outvars[n_carry:]
-
-    def replace(
-        self,
-        consts: Sequence[Atom],
-        xs: Sequence[Atom],
-        body_consts: Sequence[Var],
-        body_xs: Sequence[Var],
-        first: Sequence[Eqn],
-        names: dict[Var, Var],
-        more_consts: dict[Var, Any],
-        ys: Sequence[tuple[Var, Atom]],
-    ) -> tuple[Eqn, InlinedJaxpr]:
-        """Build a scan and its body, with other operands and more equations.
-
-        The carry stays the same. The new body has the equations `first` before the old
-        ones; `more_consts` has the values of constants that these use, and that the old
-        body may lack. `names` has for each argument of the old body that is none of the
-        new one the variable of the new body that replaces it. `ys` are pairs of a
-        stacked result and its variable in the body.
-        """
-        n_carry = len(self.carry)
-        eqn = self.eqn.replace(
-            invars=[*consts, *self.carry, *xs],
-            outvars=[*self.eqn.outvars[:n_carry], *(y for y, _ in ys)],
-            params={
-                **_compat.scan_size_params(self.eqn, len(consts), n_carry, len(xs)),
-                # No `jaxpr`, which would be that of the old body.
-                "length": self.eqn.params["length"],
-                "reverse": self.eqn.params["reverse"],
-            },
-        )
-        renamed = [
-            e.replace(invars=substitute(e.invars, names)) for e in self.body.eqns
-        ]
-        # A result of a step may be one of the replaced arguments itself.
-        outs = [*self.body.outvars[:n_carry], *(y for _, y in ys)]
-        # Equations that were rewritten, and programs, have no bodies elsewhere.
-        known = self.body.known_bodies
-        bodies = {
-            new: known[e]
-            for new, e in zip(renamed, self.body.eqns, strict=True)
-            if e in known
-        }
-        body = InlinedJaxpr(
-            [*body_consts, *self.body_carry, *body_xs],
-            [*first, *renamed],
-            [names.get(v, v) for v in outs],
-            {**self.body.consts, **more_consts},
-            bodies,
-        )
-        return eqn, body
 
 
 class _ScanPair:
@@ -175,7 +102,7 @@ class _ScanPair:
     """
 
     def __init__(self, kinds: Environment, eqn: Eqn):
-        self.program, self.forward = kinds.program, _Scan(kinds.program, eqn)
+        self.program, self.forward = kinds.program, ScanEquation(kinds.program, eqn)
         self.body_kinds = kinds.loops[eqn].bodies[0]
         self.definition = definitions(self.forward.body.eqns)
         self.observable = bitwise_observable(self.forward.body)
@@ -243,7 +170,7 @@ class _ScanPair:
         return bool(users) and all(
             e.primitive.name == "scan"
             and e.params["length"] == length
-            and var in (scan := _Scan(self.program, e)).xs
+            and var in (scan := ScanEquation(self.program, e)).xs
             # A constant or an initial carry is read whole, not step by step.
             and var not in (*scan.consts, *scan.carry)
             for e in users
@@ -305,10 +232,10 @@ class _ScanPair:
         }
         for eqn in self.program.eqns:
             if any(v in self.residuals for v in variables(eqn.invars)):
-                replaced[id(eqn)] = self._backward(_Scan(self.program, eqn))
-        return _replace_scans(self.program, replaced)
+                replaced[id(eqn)] = self._backward(ScanEquation(self.program, eqn))
+        return replace_scans(self.program, replaced)
 
-    def _backward(self, scan: _Scan) -> tuple[Eqn, InlinedJaxpr]:
+    def _backward(self, scan: ScanEquation) -> tuple[Eqn, InlinedJaxpr]:
         """Rewrite a backward scan: each step first rematerializes its residuals.
 
         In place of the residuals, the new scan takes the values from which they are
@@ -339,7 +266,7 @@ class _ScanPair:
         )
 
 
-def _sink(kinds: Environment, scan: _Scan) -> InlinedJaxpr | None:
+def _sink(kinds: Environment, scan: ScanEquation) -> InlinedJaxpr | None:
     """Move the cheap equations that compute a scan's partitioned constants into it.
 
     A constant is then rematerialized in each step, and not live during the whole loop.
@@ -382,7 +309,7 @@ def _sink(kinds: Environment, scan: _Scan) -> InlinedJaxpr | None:
         {},
         list(zip(scan.ys, scan.body_ys, strict=True)),
     )
-    return _replace_scans(program, {id(scan.eqn): (eqn, body)})
+    return replace_scans(program, {id(scan.eqn): (eqn, body)})
 
 
 # Work before a loop of T steps may be done in each step instead, if that is at most
@@ -390,7 +317,7 @@ def _sink(kinds: Environment, scan: _Scan) -> InlinedJaxpr | None:
 _SHARE = 1 / 16
 
 
-def _is_worth(var: Var, definition: Mapping[Var, Eqn], scan: _Scan) -> bool:
+def _is_worth(var: Var, definition: Mapping[Var, Eqn], scan: ScanEquation) -> bool:
     """Whether to compute a constant of a scan in each step, to save its memory.
 
     If its last equation is cheap, and so is the chain of cheap equations of groups,
@@ -448,22 +375,3 @@ def _is_cheap(eqn: Eqn) -> bool:
     # Data that the host reads may not fit in memory, so that they are read again.
     inputs = (broadcast_p, scatter_p, partition_index_p, read_groups_p)
     return eqn.primitive in inputs or (name in UNBATCHING_RULES or name == "iota")
-
-
-def _replace_scans(
-    program: InlinedJaxpr, replaced: dict[int, tuple[Eqn, InlinedJaxpr]]
-) -> InlinedJaxpr:
-    """Replace scans of an inlined jaxpr, and remove equations that are dead then.
-
-    `replaced` has for the `id` of each old scan equation the new one and its body.
-    """
-    eqns, bodies = [], {}
-    for eqn in program.eqns:
-        new, body = replaced.get(id(eqn), (eqn, None))
-        eqns.append(new)
-        if body is not None:
-            bodies[new] = (body,)
-    known = {**program.known_bodies, **bodies}
-    # The equations that only residuals needed are dead now.
-    live = live_equations(eqns, program.outvars)
-    return InlinedJaxpr(program.invars, live, program.outvars, program.consts, known)

@@ -107,7 +107,8 @@ def _control(name: str, i: int, j: int, body, env: Env) -> None:
         branches = [act, changed(jnp.cos), lambda x, y: (x, jnp.sin(y))]
         x, y = lax.switch(jnp.int32(jnp.floor(4 * s)), branches, x, y)
     elif name in ("scan", "scan_short"):  # rounds of communication
-        xs = jnp.linspace(0.1, 0.9, 3 if name == "scan" else j % 2) * s
+        rounds = 3 + ((i + j) % 4 == 3)
+        xs = jnp.linspace(0.1, 0.9, rounds if name == "scan" else j % 2) * s
         (x, y), ss = lax.scan(
             lambda c, t: (act(*c, t), t * 2), (x, y), xs, reverse=bool(i % 2)
         )
@@ -227,6 +228,9 @@ class Program:
         drjax.jit.
       step: Groups a step of drjax.jit.
       seed: That of its arguments.
+      residuals: What drjax.jit saves.
+      checkpoints: Whether drjax.jit checkpoints scans, with segments of two rounds, or
+        of one.
     """
 
     recipe: tuple
@@ -240,6 +244,8 @@ class Program:
     runner: str = "drjax"
     step: int | None = None
     seed: int = 0
+    residuals: str | None = None
+    checkpoints: bool = False
 
     def make_mesh(self):
         if self.mesh is None:
@@ -294,6 +300,8 @@ def draw(seed: int, number: int) -> Program:
             runner=rng.choice(("jax", "drjax", "drjax", "inner")),
             step=rng.choice((None, 1, 2)),
             seed=rng.randrange(1000),
+            residuals=rng.choice((None, None, "store", "recompute")),
+            checkpoints=rng.random() < 0.5,
         )
     )
 
@@ -475,7 +483,18 @@ def smaller(program: Program) -> Iterator[Program]:
     for recipe in _smaller_recipes(program.recipe):
         yield replace(program, recipe=recipe)
     simplest = Program((), n=1, f=2, mode="value", runner="jax")
-    for field in ("mode", "closed", "runner", "step", "dtype", "half", "n", "f"):
+    for field in (
+        "mode",
+        "closed",
+        "runner",
+        "step",
+        "dtype",
+        "half",
+        "n",
+        "f",
+        "residuals",
+        "checkpoints",
+    ):
         if getattr(program, field) != getattr(simplest, field):
             smaller = replace(program, **{field: getattr(simplest, field)})
             if smaller.mesh is None or fits(smaller.n, *MESHES[smaller.mesh]):

@@ -29,7 +29,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import drjax
-from drjax._planner import rematerialize_loops, rematerialize_rounds
+from drjax._planner import checkpoint_loops, rematerialize_loops, rematerialize_rounds
 from drjax._planner.partitioning import consistency
 from drjax._planner.partitioning.kind import signature
 from drjax._planner.unbatching.rules import UNBATCHING_RULES
@@ -76,9 +76,16 @@ def check(program: Program) -> None:
     slow = _has_extrema(program) or jax.__version_info__ < (0, 12)
     options = {} if slow else {"xla_backend_optimization_level": 0}
     large = 0 if program.step == 1 else reuse_accumulators.LARGE
-    plan = functools.partial(drjax.jit, groups_per_step=program.step)
+    planned = functools.partial(
+        drjax.jit,
+        groups_per_step=program.step,
+        residuals=program.residuals,
+        checkpoints="sqrt" if program.checkpoints else None,
+    )
+    segment = lambda length, *_: 2 - length % 2 if length > 1 else 0
 
     with (
+        mock.patch.object(checkpoint_loops, "_rounds_of_segment", segment),
         strict(program.dtype == "float64"),
         mock.patch.object(reuse_accumulators, "LARGE", large),
         exchanges_of_large_programs(program.seed % 2 == 1),
@@ -89,12 +96,12 @@ def check(program: Program) -> None:
         with in_mesh(mesh):
             args, fn = _placed(program, mesh), make(program)
             if program.runner == "inner":
-                fn = plan(fn)
+                fn = planned(fn)
             fn, inputs = used(program, fn, args)
             known = _reference_too(program)
             if known:
                 fn = _traced_once(fn, inputs)
-            run = plan(fn) if program.runner == "drjax" else fn
+            run = planned(fn) if program.runner == "drjax" else fn
             runner = interpreted if mesh is None else jax.jit
             result = runner(run, compiler_options=options)(*inputs)
             compare(program, result, want)
@@ -108,8 +115,7 @@ def check(program: Program) -> None:
             _check_effects(program)
             if program.seed % 8 == 1:
                 read = _as_groups(program, plan, inputs)
-                run = drjax.jit(fn, groups_per_step=program.step)
-                compare(program, run(*read), want)
+                compare(program, planned(fn)(*read), want)
                 _check_effects(program)
             if _file_too(program):
                 with tempfile.TemporaryDirectory() as folder:
@@ -188,7 +194,9 @@ def choices():
                 yield f"{what}: {'slices' if slices else 'global values'}"
 
     work = rematerialize_rounds.LocalWork
+    checkpointed = lambda pair, _: [f"segments of {pair.segment}"]
     with (
+        counted(checkpoint_loops._Pair, "rewritten", checkpointed),
         counted(
             work, "_in_memory_of_results", lambda _, x: ["for a result"] * len(x[0])
         ),

@@ -116,6 +116,7 @@ def _covering() -> list[Program]:
             runner="drjax" if windows else ("drjax", "drjax", "inner")[i % 3],
             step=(None, 1, 2)[i // 2 % 3],
             seed=i,
+            checkpoints=i % 4 == 2,
         )
         programs.append(valid(program))
     return programs
@@ -229,7 +230,9 @@ CHOICES = {
 @pytest.mark.parametrize("number", slowly(CHOICES, 7, 15, 28))
 def test_what_is_saved_and_what_is_done_again(number):
     program = draw(7, number)
-    program = dataclasses.replace(program, runner="drjax", step=1, mesh=None)
+    program = dataclasses.replace(
+        program, runner="drjax", step=1, mesh=None, residuals=None, checkpoints=False
+    )
     with choices() as chosen:
         check(program)
     assert chosen[CHOICES[number]], chosen

@@ -34,6 +34,7 @@ from drjax._planner.partitioning.kind import (
     Kind,
     shift_axis,
 )
+from drjax._planner.scans import step_axes
 
 # Infers a body from the kinds of its arguments and of its results, as far as known:
 # `(argument_kinds, result_kinds)`, and for that of a `program` its partition.
@@ -49,7 +50,10 @@ def infer_loop(env: Environment, eqn: Eqn, infer_body: InferBody) -> LoopKinds:
     """
     operands = [env.cell(v) for v in eqn.invars]
     results = [env.cell(v) for v in eqn.outvars]
-    bodies = [functools.partial(infer_body, b) for b in env.program.bodies(eqn)]
+    programs = env.program.bodies(eqn)
+    bodies = [functools.partial(infer_body, b) for b in programs]
+    if eqn.primitive.name == "scan":
+        return _scan(eqn, operands, results, bodies, step_axes(eqn, *programs))
     return _RULES[eqn.primitive.name](eqn, operands, results, bodies)
 
 
@@ -58,20 +62,27 @@ def infer_loop(env: Environment, eqn: Eqn, infer_body: InferBody) -> LoopKinds:
 
 
 def _scan(
-    eqn: Eqn, operands: list[Kind], results: list[Kind], bodies: Sequence[Body]
+    eqn: Eqn,
+    operands: list[Kind],
+    results: list[Kind],
+    bodies: Sequence[Body],
+    axes: tuple[list[int], list[int]],
 ) -> LoopKinds:
     """Infer the kinds of a scan: a fixed point over its carried values.
 
     A carried value has one kind in all steps. If the body raises it, say from free to
     partitioned, the body is inferred again with the raised kind. A stack has the steps
-    along axis 0, so a group axis k of a stack is axis k - 1 in the body.
+    along axis 0, so a group axis k of a stack is axis k - 1 in the body. `axes` tells
+    it from stacks of blocks (see `scans.py`).
     """
     (infer_step,) = bodies
+    one_step = lambda kinds, axes: list(map(shift_axis, kinds, (-k for k in axes)))
+    stack = lambda kinds, axes: list(map(shift_axis, kinds, axes))
+    x_axes, y_axes = axes
     consts, init, stacks = split_scan(eqn, operands)
     n_carry = len(init)
     # The body sees one step of each stack.
-    xs = [shift_axis(kind, -1) for kind in stacks]
-    ys = [shift_axis(kind, -1) for kind in results[n_carry:]]
+    xs, ys = one_step(stacks, x_axes), one_step(results[n_carry:], y_axes)
     # A carried value has one kind in all steps, so that a demand on the last one is a
     # demand on each.
     carry = _join(_scatterable(init), results[:n_carry])
@@ -86,8 +97,7 @@ def _scan(
         if joined == carry:
             break
         carry = joined
-    xs = [shift_axis(kind, +1) for kind in x_kinds]
-    ys = [shift_axis(kind, +1) for kind in outs[n_carry:]]
+    xs, ys = stack(x_kinds, x_axes), stack(outs[n_carry:], y_axes)
     return LoopKinds([*const_kinds, *carry, *xs], [*carry, *ys], (body,))
 
 
@@ -152,7 +162,7 @@ def _program(
     return LoopKinds([GLOBAL] * len(operands), [GLOBAL] * len(results), (body,))
 
 
-_RULES = {"scan": _scan, "while": _while, "cond": _cond, "program": _program}
+_RULES = {"while": _while, "cond": _cond, "program": _program}
 
 
 def check_loop(env: Environment, eqn: Eqn) -> None:
@@ -208,7 +218,9 @@ def _required_of_bodies(
             _, carry, _ = split_scan(eqn, eqn.invars)
             n_carry = len(carry)
             # The body returns one step of each stack.
-            steps = [shift_axis(kind, -1) for kind in results[n_carry:]]
+            _, axes = step_axes(eqn, loop.bodies[0].program)
+            pairs = zip(results[n_carry:], axes, strict=True)
+            steps = [shift_axis(kind, -axis) for kind, axis in pairs]
             return [(loop.bodies[0], [*results[:n_carry], *steps])]
         case "while":
             return [(loop.bodies[1], results)]

@@ -29,6 +29,7 @@ from drjax._compat.types import (
 )
 from drjax._errors import MeshError, PlanError
 from drjax._plan import uses
+from drjax._plan.loops import takes_blocks
 from drjax._plan.schedule_moves import Sources
 from drjax._plan_file.batches import combines_itself
 from drjax._primitives.dispatch_cache import same_source
@@ -371,6 +372,11 @@ def _while(loop: While, run: MeshInterpreter, inputs: list[Any]) -> list[Array]:
 def _scan(loop: Scan, run: MeshInterpreter, inputs: list[Any]) -> list[Array]:
     (body,) = run.bodies(loop)
     consts, init, xs = loop.split(run.typed(loop, inputs))
+    entries = loop.split(loop.bodies[0].inputs)[2]
+    xs = [
+        x.reshape(loop.length, -1, *x.shape[1:]) if takes_blocks(v, entry) else x
+        for x, v, entry in zip(xs, loop.split(loop.inputs)[2], entries, strict=True)
+    ]
 
     def step(
         carry: Sequence[Array], xs: list[Array]
@@ -380,6 +386,12 @@ def _scan(loop: Scan, run: MeshInterpreter, inputs: list[Any]) -> list[Array]:
         return carried, outs[loop.carry :]
 
     carry, ys = lax.scan(step, init, xs, loop.length, loop.reverse)
+    stacks, entries = (x.outputs[loop.carry :] for x in (loop, loop.bodies[0]))
+    pairs = zip(stacks, entries, strict=True)
+    ys = [
+        y.reshape(-1, *y.shape[2:]) if takes_blocks(*pair) else y
+        for y, pair in zip(ys, pairs, strict=True)
+    ]
     return [*carry, *ys]
 
 
