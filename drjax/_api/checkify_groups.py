@@ -267,10 +267,13 @@ def _check_tree(
     enabled: Enabled, *args: Array, mode: FoldMode, **params: Any
 ) -> tuple[checkify.Error, list[Array]]:
     """Checkify rule of `fold_tree`: the value has the errors, and no derivative has."""
+    error, outs = _no_error(), fold_tree_p.bind(*args, mode=mode, **params)
     if mode.what == "value":
-        bind = functools.partial(_check_fold, fold_tree_p, enabled, *args, mode=mode)
-        return bind(**params)
-    return _no_error(), fold_tree_p.bind(*args, mode=mode, **params)
+        # What is saved for derivatives is that of the function without its errors.
+        only = ("jaxpr", "n_states", "name", "commutative", "partition", "mesh")
+        of_fold = {key: params[key] for key in only if key in params}
+        error, _ = _check_fold(reduce_fold_p, enabled, *args, **of_fold)
+    return error, outs
 
 
 def _no_error() -> checkify.Error:

@@ -52,12 +52,11 @@ another. Results then vary over all axes over which an operand varies.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
@@ -65,7 +64,6 @@ from jax.interpreters import ad, batching
 from drjax import _compat
 from drjax._compat import UndefinedPrimal
 from drjax._compat.types import Array, Aval, ClosedJaxpr, Eqn, Flags, Mesh
-from drjax._jaxprs.prng_keys import on_raw
 from drjax._partition import Partition
 from drjax._primitives import registration
 from drjax._primitives.collectives import (
@@ -75,8 +73,25 @@ from drjax._primitives.collectives import (
     gather_p,
     scatter_p,
 )
-from drjax._primitives.device_sums import psum
-from drjax._primitives.fold_devices import fold_devices
+from drjax._primitives.fold_devices import (
+    choose_way,
+    fold_devices,
+    levels,
+    of_parts,
+)
+from drjax._primitives.fold_roots import root_of
+from drjax._primitives.fold_trees import (
+    COLUMNS,
+    DEVICES,
+    GATHERED,
+    SWAPS,
+    VALUE,
+    FoldMode,
+    Tree,
+    added,
+    first_of,
+    fold_by_tree,
+)
 from drjax._primitives.map_columns import (
     GROUPS,
     WHOLE,
@@ -93,68 +108,17 @@ from drjax._primitives.map_fn import (
     prepare_for_shard_map,
 )
 from drjax._primitives.registration import AxisData, Tangent
-from drjax._sharding.avals import columns_aval, global_aval
-from drjax._sharding.eval_on_mesh import in_same_sharding
+from drjax._sharding.avals import columns_aval, device_aval, global_aval
 from drjax._sharding.execute import (
     as_operand,
     shard_map_over_devices,
     vary,
     with_sharding_of,
 )
-from drjax._sharding.layout import Layout, Placement, make_layout, other_axes
+from drjax._sharding.layout import Layout, Placement, make_layout
 
 reduce_fold_p = registration.new_block("reduce_fold", multiple_results=True)
 fold_tree_p = registration.new_block("fold_tree", multiple_results=True)
-
-States = list[jax.Array]
-Combine = Callable[[States, States], States]
-
-
-@dataclass(frozen=True)
-class FoldMode:
-    """What an equation computes from the tree of a fold; a parameter of `fold_tree`.
-
-    Its operands are those of the fold: what the function closes over, the first state,
-    and the groups' states; then the tops if they are saved; then tangents of active
-    operands, or cotangents of active leaves of the fold.
-
-    Attributes:
-      what: "value", "tangents" or "cotangents".
-      saved: Whether the tops, the states of the devices, are further results of the
-        value, and operands of the others, which else gather them again.
-      closed: How many of the first operands only the function's derivative closes over.
-      active: For each operand of the fold whether it has a tangent.
-      active_out: For each leaf of a state whether it may have a tangent in the tree.
-      pushed: For each leaf of a state whether the function's results have a tangent.
-    """
-
-    what: str = "value"
-    saved: bool = False
-    closed: int = 0
-    active: tuple[bool, ...] = ()
-    active_out: tuple[bool, ...] = ()
-    pushed: tuple[bool, ...] = ()
-
-    def kinds(self, n_fold: int, n_states: int) -> tuple[Kinds, Kinds]:
-        """Return the kinds of all operands, `n_fold` of a fold, and of all results."""
-        fold = (WHOLE,) * (n_fold - n_states) + (GROUPS,) * n_states
-        tops = (WHOLE,) * (n_states * self.saved)
-        moving = tuple(k for k, a in zip(fold, self.active, strict=False) if a)
-        leaves = (WHOLE,) * sum(self.active_out)
-        match self.what:
-            case "value":
-                return fold, (WHOLE,) * n_states + tops
-            case "tangents":
-                return (*fold, *tops, *moving), leaves
-            case _:
-                return (*fold, *tops, *leaves), moving
-
-    def count(self, n_operands: int) -> int:
-        """Return the number of operands of the fold itself, among all `n_operands`."""
-        return n_operands if self.what == "value" else len(self.active)
-
-
-VALUE = FoldMode()
 
 
 # ---------------------------------------------------------------------------------
@@ -175,6 +139,7 @@ def _tree_abstract_eval(
     partition: Partition,
     mesh: Mesh | None,
     mode: FoldMode,
+    part: ClosedJaxpr | None = None,
     **_: Any,
 ) -> list[Aval]:
     layout = make_layout(partition, mesh)
@@ -183,17 +148,34 @@ def _tree_abstract_eval(
     params = {"n_states": n_states, "partition": partition, "mesh": mesh}
     totals = _abstract_eval(*fold, **params)
     if mode.what == "value":
-        used = -(-layout.partition.size // layout.per_device)
-        of_tops = lambda x: columns_aval(
-            x, layout, (used,), False, frozenset(_compat.varying(x))
-        )
-        return [*totals, *(map(of_tops, totals) if mode.saved else ())]
+        types = _types_of_saved(layout, mode, totals, part) if mode.saved else []
+        return [*totals, *types]
     chosen, active = (
         (totals, mode.active_out) if mode.what == "tangents" else (fold, mode.active)
     )
     pairs = zip(chosen, active, strict=True)
     return [
         x.to_tangent_aval().update(weak_type=False) for x, is_one in pairs if is_one
+    ]
+
+
+def _types_of_saved(
+    layout: Layout, mode: FoldMode, totals: list[Aval], part: ClosedJaxpr | None
+) -> list[Aval]:
+    """Return the types of what is saved of the devices' states, by the mode's way."""
+    if mode.way == GATHERED:
+        return [
+            columns_aval(x, layout, (layout.used,), False, _compat.varying(x))
+            for x in totals
+        ]
+    if mode.way == SWAPS:
+        lead = (len(levels(layout.devices, layout.used)),)
+        return [device_aval(x, layout, (*lead, *x.shape)) for x in totals]
+    assert part is not None
+    parts = part.out_avals
+    return [
+        device_aval(x, layout, (layout.used, *y.shape))
+        for x, y in zip(totals, parts, strict=True)
     ]
 
 
@@ -212,6 +194,8 @@ class TreeParams(FoldParams):
     """The parameters of `fold_tree` but its mode."""
 
     derivative: Any  # a `ClosedJaxpr`; None in the mode of the value
+    part: Any  # by columns, the function of a part of the elements, else None
+    part_derivative: Any
 
 
 def _jvp(
@@ -220,6 +204,8 @@ def _jvp(
     *,
     mode: FoldMode = VALUE,
     derivative: ClosedJaxpr | None = None,
+    part: ClosedJaxpr | None = None,
+    part_derivative: ClosedJaxpr | None = None,
     **params: Unpack[FoldParams],
 ) -> tuple[Sequence[Array], list[Tangent]]:
     """JVP rule of `reduce_fold`, and of the value of `fold_tree`."""
@@ -230,23 +216,37 @@ def _jvp(
     ) - set(layout.axes)
     primals = [vary(x, others) for x in primals]
     active = tuple(type(t) is not _compat.Zero for t in tangents)
-    value = FoldMode("value", bool(layout.axes))
-    outs = fold_tree_p.bind(*primals, mode=value, derivative=None, **params)
-    tops = outs[n_states:]
-    pairs = zip(tangents, active, strict=True)
-    dense = [vary(t, others) for t, is_one in pairs if is_one]
     active_out, pushed, derivative = _derivative(jaxpr, active, n_states, layout)
+    # Constants of users' rules become operands, before what f closes over.
+    derivative, closed = _compat.without_consts(derivative)
+    moves, n_consts = any(active_out), len(primals) - 2 * n_states
+    consts, init = primals[:n_consts], primals[n_consts : n_consts + n_states]
+    jaxprs = [jaxpr, derivative] if moves else [jaxpr]
+    way = choose_way(layout, jaxprs, [*closed, *consts], init)
+    own_part = of_parts(jaxpr, layout) if way == COLUMNS else None
+    value, of_value = mode, part
+    if not mode.saved:
+        value, of_value = FoldMode("value", way, bool(layout.axes)), own_part
+    outs = fold_tree_p.bind(
+        *primals, mode=value, derivative=None, part=of_value, part_derivative=None,
+        **params,
+    )  # fmt: skip
     parts = []
-    if any(active_out):
-        # Constants of users' rules become operands, before what f closes over.
-        derivative, closed = _compat.without_consts(derivative)
+    if moves:
+        # What is saved for another derivative may be of another way.
+        same = value.way == way and of_value is own_part
+        saved = outs[n_states:] if same else []
+        pairs = zip(tangents, active, strict=True)
+        dense = [vary(t, others) for t, is_one in pairs if is_one]
         moving = FoldMode(
-            "tangents", value.saved, len(closed), (False,) * len(closed) + active,
-            active_out, pushed,
+            "tangents", way, bool(saved), len(closed),
+            (False,) * len(closed) + active, active_out, pushed,
         )  # fmt: skip
         closed = [vary(as_operand(c, layout, False), others) for c in closed]
         parts = fold_tree_p.bind(
-            *closed, *primals, *tops, *dense, mode=moving, derivative=derivative,
+            *closed, *primals, *saved, *dense, mode=moving, derivative=derivative,
+            part=own_part,
+            part_derivative=own_part and of_parts(derivative, layout),
             **params,
         )  # fmt: skip
     avals = [_compat.typeof(y) for y in outs[: len(outs) if mode.saved else n_states]]
@@ -293,7 +293,7 @@ def _tree_jvp(
     rest = n_fold + n_states * mode.saved
     without_tops = lambda xs: [*xs[:n_fold], *xs[rest:]]
     primals, tangents = without_tops(primals), without_tops(tangents)
-    mode = replace(mode, saved=False)
+    mode = replace(mode, way=GATHERED, saved=False)
     kinds_in, kinds_out = mode.kinds(n_fold, n_states)
     avals = tuple(map(_compat.typeof, primals))
     jaxpr = _tree_column(
@@ -392,7 +392,9 @@ def folds_by_gather(eqn: Eqn) -> ClosedJaxpr:
     The jaxpr gathers what all groups have, computes by one `fold_of_all` equation, and
     scatters what is for each group.
     """
-    params = {k: v for k, v in eqn.params.items() if k != "mesh"}
+    left_out = ("mesh", "part", "part_derivative")
+    params = {k: v for k, v in eqn.params.items() if k not in left_out}
+    params["mode"] = replace(eqn.params["mode"], way=GATHERED)
     where: Placement = {
         "partition": eqn.params["partition"],
         "mesh": eqn.params["mesh"],
@@ -448,7 +450,8 @@ def _batching_rule(primitive: Primitive) -> Callable:
     state again, so if any operand is batched, all leaves of all states have to be:
     leaves without a batch dimension are repeated along a new one. An array that f
     closes over stays without one, unless it has a tangent, which may have one. Arrays
-    with a group axis, and the tops, have their batch dimension at 1; all others at 0.
+    with a group axis have their batch dimension at 1, and what is saved of the tops
+    before the shape of a leaf; all others at 0.
     """
 
     def rule(
@@ -475,28 +478,33 @@ def _batching_rule(primitive: Primitive) -> Callable:
         kinds, kinds_out = mode.kinds(n_fold, n_states)
         tops = range(n_fold, n_fold + n_states * mode.saved)
         reads = mode.what != "value"
+        of_saved = 1 if mode.way == GATHERED else 2
         operands = []
         for i, (x, d, kind) in enumerate(zip(args, dims, kinds, strict=True)):
-            position = 1 if kind == GROUPS or (reads and i in tops) else 0
+            position = 1 if kind == GROUPS else 0
+            if reads and i in tops:
+                position = of_saved
             if i >= n_fold or batched[i]:
                 operands.append(_batched(x, d, position, axis_data))
             else:
                 operands.append(x)
         layout = make_layout(params["partition"], params["mesh"])
+        flags = batched[mode.closed if reads else 0 :]
         with group_context(layout):
-            jaxpr = _compat.batch_jaxpr_first(
-                jaxpr, axis_data, batched[mode.closed if reads else 0 :]
+            batch = lambda jaxpr, flags: _compat.batch_jaxpr_first(
+                jaxpr, axis_data, flags
             )
-            derivative = params.get("derivative")
-            if derivative is not None:
-                more = [True] * (len(derivative.in_avals) - len(batched))
-                params["derivative"] = _compat.batch_jaxpr_first(
-                    derivative, axis_data, [*batched, *more]
-                )
+            jaxpr = batch(jaxpr, flags)
+            if params.get("part") is not None:
+                params["part"] = batch(params["part"], flags)
+            for name in ("derivative", "part_derivative"):
+                if (derivative := params.get(name)) is not None:
+                    more = [True] * (len(derivative.in_avals) - len(batched))
+                    params[name] = batch(derivative, [*batched, *more])
         outs = primitive.bind(*operands, jaxpr=jaxpr, n_states=n_states, **params)
         dims_out = [1 if kind == GROUPS else 0 for kind in kinds_out]
         if not reads:
-            dims_out[n_states:] = [1] * (len(dims_out) - n_states)
+            dims_out[n_states:] = [of_saved] * (len(dims_out) - n_states)
         return outs, dims_out
 
     return rule
@@ -526,10 +534,13 @@ def execute_fold(
     commutative: bool = False,
     mode: FoldMode = VALUE,
     derivative: ClosedJaxpr | None = None,
+    part: ClosedJaxpr | None = None,
+    part_derivative: ClosedJaxpr | None = None,
 ) -> list[Array]:
     """Compute a fold, or derivatives of one: `reduce_fold` and `fold_tree`.
 
-    `derivative` is the jaxpr of the function's results and their tangents.
+    `derivative` is the jaxpr of the function's results and their tangents. By columns,
+    `part` and `part_derivative` are these of a part of the elements.
     """
     layout = make_layout(partition, mesh)
     kinds = mode.kinds(mode.count(len(args)), n_states)
@@ -540,15 +551,19 @@ def execute_fold(
         return by_gather_and_scatter(
             run, args, kinds, execute_gather, execute_scatter, params
         )
-    jaxprs = [prepare_for_shard_map(layout, x) for x in jaxprs]
+    parts = []
+    if part is not None:
+        parts = _jaxprs(part, part_derivative, n_states, mode, layout)
+    jaxprs, parts = (
+        [prepare_for_shard_map(layout, x) for x in xs] for xs in (jaxprs, parts)
+    )
 
     def body(*args) -> list[Array]:
         *args, first = args
-        return _run_device(layout, jaxprs, n_states, mode, args, first[0])
+        return _run_device(layout, jaxprs, parts, n_states, mode, args, first[0])
 
-    partitioned_in, partitioned_out = (
-        [kind == GROUPS for kind in side] for side in kinds
-    )
+    divided = {GROUPS: True, WHOLE: False, DEVICES: None}
+    partitioned_in, partitioned_out = ([divided[k] for k in side] for side in kinds)
     # The surrounding check_vma: users' loops inside were traced under it.
     return shard_map_over_devices(
         layout, body, args, partitioned_in, partitioned_out, _compat.check_vma(),
@@ -570,13 +585,13 @@ def fold_of_all(
     jaxprs, k = _jaxprs(jaxpr, derivative, n_states, mode, layout), layout.per_device
 
     def run(*args: Array) -> list[Array]:
-        tree = _Tree(jaxprs, n_states, mode, args)
+        tree = Tree(jaxprs, n_states, mode, args)
         n, starts = layout.partition.size, range(0, layout.partition.size, k)
         each = [[y[i : min(i + k, n)] for y in tree.x] for i in starts]
         join = lambda states: [jnp.concatenate(ys) for ys in zip(*states, strict=True)]
         if mode.what == "value":
             tops = join([fold_by_tree(tree.combine, x) for x in each])
-            total = _first(tree.root(tops))
+            total = first_of(tree.root(tops))
             return [*total, *(tops if mode.saved else ())]
         if mode.what == "tangents":
             dconsts, dinit, dx = tree.tangents()
@@ -585,16 +600,16 @@ def fold_of_all(
                 for i, x in zip(starts, each, strict=True)
             ]
             tops = join([fold_by_tree(tree.push(dconsts), x) for x in each])
-            return _first(tree.push_root(tops, dconsts, dinit))
+            return first_of(tree.push_root(tops, dconsts, dinit))
         levels = [tree.levels(x) for x in each]
-        tops = tree.tops or join([of_block[-1] for of_block in levels])
+        tops = tree.saved or join([of_block[-1] for of_block in levels])
         consts, init, of_tops = tree.pull_root(tops)
         parts = [
             tree.pull(of_block, [ct[i : i + 1] for ct in of_tops])
             for i, of_block in enumerate(levels)
         ]
         for part, _ in parts:
-            consts = _add(consts, part)
+            consts = added(consts, part)
         return tree.active_cotangents(consts, init, join([x for _, x in parts]))
 
     return run
@@ -670,176 +685,6 @@ def _tangents_in(mode: FoldMode, n_states: int) -> int:
     return sum(mode.active[:n_consts]) + 2 * sum(mode.active_out)
 
 
-class _Tree:
-    """The operands of an equation on a fold's tree, and the function on states.
-
-    Lists of tangents and cotangents have an element for each active leaf.
-    """
-
-    def __init__(
-        self,
-        jaxprs: Sequence[ClosedJaxpr],
-        n_states: int,
-        mode: FoldMode,
-        args: Sequence[Array],
-    ) -> None:
-        self.mode, self.n_states = mode, n_states
-        self.fn, *others = map(_compat.jaxpr_as_checked_fun, jaxprs)
-        # Of the value it is never called.
-        self.derivative = others[0] if others else self.fn
-        n = mode.count(len(args))
-        operands, rest = args[:n], args[n:]
-        self.n_consts = n - 2 * n_states
-        saves = mode.saved and mode.what != "value"
-        self.tops = list(rest[:n_states]) if saves else None
-        self.extra = list(rest[n_states:] if saves else rest)
-        self.consts, self.init, self.x = self.split(operands)
-        self.active = self.split(mode.active)
-
-    def split(self, values: Sequence) -> tuple[list, list, list]:
-        """Split values for the fold's operands: consts, first state, groups' states."""
-        c, s = self.n_consts, self.n_states
-        return list(values[:c]), list(values[c : c + s]), list(values[c + s :])
-
-    def tangents(self) -> tuple[list, list, list]:
-        """Return tangents of active consts, of active leaves of first state and x."""
-        dense = iter(self.extra)
-        consts = [next(dense) for active in self.active[0] if active]
-        states = []
-        for values, active in ((self.init, self.active[1]), (self.x, self.active[2])):
-            triples = zip(values, active, self.mode.active_out, strict=True)
-            states.append(
-                [next(dense) if a else jnp.zeros_like(y) for y, a, o in triples if o]
-            )
-        return consts, *states
-
-    def active_cotangents(
-        self, consts: list[Array], init: list[Array], x: list[Array]
-    ) -> list[Array]:
-        """List the cotangents of active operands, from those of active leaves."""
-        outs = list(consts)
-        for cts, active in ((init, self.active[1]), (x, self.active[2])):
-            moving = [a for a, o in zip(active, self.mode.active_out, strict=True) if o]
-            outs += [ct for ct, a in zip(cts, moving, strict=True) if a]
-        return outs
-
-    def combine(self, a: States, b: States) -> States:
-        """Combine states pair by pair, leaves `[j, *s]`."""
-        axes = (None,) * (self.n_consts - self.mode.closed) + (0,) * (2 * self.n_states)
-        return list(jax.vmap(self.fn, axes)(*self.consts[self.mode.closed :], *a, *b))
-
-    def push(self, dconsts: list[Array]) -> Combine:
-        """Make `combine` for states with tangents, lists `[*state, *tangents]`."""
-        mode, s = self.mode, self.n_states
-        moves = sum(mode.active_out)
-        axes = (
-            *[None] * self.n_consts, *[0] * (2 * s),
-            *[None] * len(dconsts), *[0] * (2 * moves),
-        )  # fmt: skip
-
-        def combine(a: States, b: States) -> States:
-            (a, da), (b, db) = (a[:s], a[s:]), (b[:s], b[s:])
-            outs = jax.vmap(self.derivative, axes)(
-                *self.consts, *a, *b, *dconsts, *da, *db
-            )
-            dense = iter(outs[s:])
-            triples = zip(outs[:s], mode.pushed, mode.active_out, strict=True)
-            return [
-                *outs[:s],
-                *(next(dense) if p else jnp.zeros_like(y) for y, p, o in triples if o),
-            ]
-
-        return combine
-
-    def pull_pairs(
-        self, a: States, b: States, cts: list[Array]
-    ) -> tuple[list[Array], list[Array], list[Array]]:
-        """Return cotangents of active consts, `[j, *t]`, of both states of pairs."""
-        mode, moves = self.mode, sum(self.mode.active_out)
-        pairs = zip(mode.active_out, mode.pushed, strict=True)
-        pushed = [p for o, p in pairs if o]
-        cts = [ct for ct, p in zip(cts, pushed, strict=True) if p]
-        n_consts = sum(self.active[0])
-        axes = (
-            *[None] * self.n_consts, *[0] * (2 * self.n_states), *[0] * len(cts)
-        )  # fmt: skip
-        outs = list(jax.vmap(self.derivative, axes)(*self.consts, *a, *b, *cts))
-        return (
-            outs[:n_consts],
-            outs[n_consts : n_consts + moves],
-            outs[n_consts + moves :],
-        )
-
-    def levels(self, x: States, real: Array | None = None) -> list[States]:
-        """List all levels of the balanced tree over k states, these first."""
-        levels = []
-        fold_by_tree(self.combine, x, real, levels)
-        return levels
-
-    def pull(
-        self, levels: list[States], cts: list[Array], real: Array | None = None
-    ) -> tuple[list[Array], list[Array]]:
-        """Go down a tree: cotangents of active consts, and of the leaves' states."""
-        consts = [
-            jnp.zeros_like(c)
-            for c, a in zip(self.consts, self.active[0], strict=True)
-            if a
-        ]
-        reals: list[Any] = [real]
-        for _ in levels[1:]:
-            reals.append(None if real is None else reals[-1][::2])
-        for x, real in reversed(list(zip(levels[:-1], reals[:-1], strict=True))):
-            even = 2 * (x[0].shape[0] // 2)
-            left, right = [y[:even:2] for y in x], [y[1:even:2] for y in x]
-            above = [ct[: even // 2] for ct in cts]
-            of_consts, of_left, of_right = self.pull_pairs(left, right, above)
-            if real is not None:
-                both = real[1:even:2]
-                zeros = lambda cts: [jnp.zeros_like(ct) for ct in cts]
-                of_left = _unless_padding(both, of_left, above)
-                of_right = _unless_padding(both, of_right, zeros(of_right))
-                of_consts = _unless_padding(both, of_consts, zeros(of_consts))
-            consts = _add(consts, [jnp.sum(c, 0, dtype=c.dtype) for c in of_consts])
-            down = [
-                jnp.stack([a, b], 1).reshape(even, *a.shape[1:])
-                for a, b in zip(of_left, of_right, strict=True)
-            ]
-            rest = [ct[even // 2 :] for ct in cts]
-            cts = _join(down, rest) if even < x[0].shape[0] else down
-        return consts, cts
-
-    def root(self, tops: States) -> States:
-        """Fold the devices' states after the first state, leaves `[1, *s]`."""
-        return self.combine(
-            [y[None] for y in self.init], fold_by_tree(self.combine, tops)
-        )
-
-    def push_root(
-        self, tops: States, dconsts: list[Array], dinit: list[Array]
-    ) -> States:
-        """Return the tangents of the root; `tops` has those of the tops after these."""
-        combine = self.push(dconsts)
-        first = [y[None] for y in (*self.init, *dinit)]
-        return combine(first, fold_by_tree(combine, tops))[self.n_states :]
-
-    def pull_root(self, tops: States) -> tuple[list[Array], list[Array], list[Array]]:
-        """Return cotangents of active consts, of the first state, and of the tops."""
-        levels = self.levels(tops)
-        first = [y[None] for y in self.init]
-        above = [ct[None] for ct in self.extra]
-        consts, init, below = self.pull_pairs(first, levels[-1], above)
-        others, of_tops = self.pull(levels, below)
-        return _add(_first(consts), others), _first(init), of_tops
-
-
-def _first(state: Sequence[Array]) -> list[Array]:
-    return [y[0] for y in state]
-
-
-def _add(xs: Sequence[Array], ys: Sequence[Array]) -> list[Array]:
-    return [x + y for x, y in zip(xs, ys, strict=True)]
-
-
 # ---------------------------------------------------------------------------------
 # One device
 
@@ -847,6 +692,7 @@ def _add(xs: Sequence[Array], ys: Sequence[Array]) -> list[Array]:
 def _run_device(
     layout: Layout,
     jaxprs: Sequence[ClosedJaxpr],
+    parts: Sequence[ClosedJaxpr],
     n_states: int,
     mode: FoldMode,
     args: Sequence[Array],
@@ -861,183 +707,48 @@ def _run_device(
         *(_compat.varying(_compat.typeof(x)) for x in args)
     )
     others, every = varying - set(layout.axes), varying | set(layout.axes)
-    tree = _Tree(jaxprs, n_states, mode, args)
-    k, used = layout.per_device, -(-layout.partition.size // layout.per_device)
+    tree, k = Tree(jaxprs, n_states, mode, args), layout.per_device
     real = None
     if layout.uneven:
         real = first + lax.iota(jnp.int32, k) < layout.partition.size
-    device = first // k
-    zeros_unless = lambda keep, xs: [jnp.where(keep, x, jnp.zeros_like(x)) for x in xs]
-    # What all devices have enters the root once: on the first device.
-    once = lambda xs: zeros_unless(device == 0, xs)
-    is_mine = lambda x: (lax.iota(jnp.int32, used) == device).reshape(
-        used, *[1] * (x.ndim - 1)
-    )
     # Without VMA, as the states vary over the devices.
     with _compat.without_vma():
         levels = tree.levels(tree.x, real)
+    own = levels[-1]
     if mode.what == "value" and not mode.saved:
+        consts = tree.consts[mode.closed :]
+        total = fold_devices(layout, jaxprs[0], consts, tree.combine, own, varying)
         with _compat.without_vma():
-            total = fold_devices(
-                layout, jaxprs[0], tree.consts[mode.closed :], tree.combine,
-                levels[-1], used, fold_by_tree,
-            )  # fmt: skip
-            if total is not None:
-                total = tree.combine([y[None] for y in tree.init], total)
-                return [vary(y, others) for y in _first(total)]
-    tops = tree.tops or states_of_devices(layout, levels[-1], varying, used)
+            total = tree.combine([y[None] for y in tree.init], total)
+        return [vary(y, others) for y in first_of(total)]
+    root = root_of(layout, tree, parts, first // k, varying)
+    of_devices = mode.way != GATHERED
+    if tree.saved is None:
+        saved = root.exchange(own)
+    else:
+        saved = first_of(tree.saved) if of_devices else tree.saved
     if mode.what == "value":
         with _compat.without_vma():
-            total = _first(tree.root(tops))
-        return [vary(y, others) for y in (*total, *(tops if mode.saved else ()))]
+            total = root.value(saved, own)
+        if of_devices:
+            saved = [x[None] for x in saved]
+        return [vary(y, others) for y in (*total, *(saved if mode.saved else ()))]
     if mode.what == "tangents":
         with _compat.without_vma():
-            dconsts, dinit, dx = tree.tangents()
-            own = fold_by_tree(tree.push(dconsts), [*tree.x, *dx], real)[n_states:]
-            placed = [jnp.where(is_mine(t), t, jnp.zeros_like(t)) for t in own]
-            total = tree.push_root([*tops, *placed], once(dconsts), once(dinit))
-        sums = _sum_devices(layout, _first(total), varying)
-        return [vary(y, others) for y in sums]
+            dconsts, _, dx = tree.tangents()
+            moved = fold_by_tree(tree.push(dconsts), [*tree.x, *dx], real)[n_states:]
+        return [vary(y, others) for y in root.tangents(saved, own, moved)]
     with _compat.without_vma():
-        consts, init, of_tops = tree.pull_root(tops)
-        own = [
-            jnp.sum(jnp.where(is_mine(ct), ct, jnp.zeros_like(ct)), 0, keepdims=True)
-            for ct in of_tops
-        ]
-        others_consts, of_x = tree.pull(levels, own, real)
-        outs = tree.active_cotangents(
-            _add(once(consts), others_consts), once(init), of_x
-        )
-    n_global = len(outs) - sum(tree.active[2])
-    sums = _sum_devices(layout, outs[:n_global], varying)
+        of_root, init, below = root.cotangents(saved, own)
+        of_groups, of_x = tree.pull(levels, below, real)
+        consts = added(of_root, of_groups)
+        outs = tree.active_cotangents([], init, of_x)
+    consts = root.sum(consts)
+    n_init = len(outs) - sum(tree.active[2])
     return [
-        *(vary(y, others) for y in sums),
-        *(vary(y, every) for y in outs[n_global:]),
+        *(vary(y, others) for y in (*consts, *outs[:n_init])),
+        *(vary(y, every) for y in outs[n_init:]),
     ]
-
-
-def _sum_devices(
-    layout: Layout, xs: Sequence[Array], varying: frozenset[str]
-) -> Sequence[Array]:
-    """Sum values over the devices, in one all-reduce."""
-    if not (xs and layout.axes):
-        return xs
-    return psum(layout, *(vary(x, varying | set(layout.axes)) for x in xs))
-
-
-def states_of_devices(
-    layout: Layout, own: States, varying: frozenset[str], used: int
-) -> States:
-    """Collect one state of each device that has groups, by all-gathers.
-
-    It is called in the code of one device. It runs one all-gather for each dtype; or
-    one for each leaf, if the mesh has axes that are not the partition's and that may
-    shard the leaves: Auto ones larger than one, or Explicit ones.
-
-    `own` is this device's state, `[1, *s]`, and `used` the number of devices that have
-    groups, the first ones. The result is `[used, *s]`, in the order of the devices, the
-    same on all of them; `own` itself if the program runs locally. Before the
-    all-gather, the leaves are cast to vary over the partition's axes and over
-    `varying`, the Manual mesh axes over which some operand of the fold varies.
-    """
-    if not layout.axes:
-        return own
-    # All devices have the same result. With VMA checking its type must say so.
-    to = "invarying" if _compat.check_vma() else "varying"
-    axes = varying | set(layout.axes)
-
-    def gathered(x: Array) -> Array:
-        if not x.size:
-            return jnp.zeros((used, *x.shape[1:]), x.dtype)
-        x = lax.all_gather(vary(x, axes), layout.axes, tiled=True, to=to)
-        return lax.slice_in_dim(x, 0, used)
-
-    def together(*leaves: Array) -> list[Array]:
-        ends = np.cumsum([x.size for x in leaves])[:-1]
-        flat = lax.concatenate([lax.reshape(x, (1, x.size)) for x in leaves], 1)
-        parts = jnp.split(gathered(flat), ends, axis=1)
-        pairs = zip(parts, leaves, strict=True)
-        return [lax.reshape(y, (used, *x.shape[1:])) for y, x in pairs]
-
-    # Where other axes of the mesh shard a leaf, a reshape could cost a collective.
-    others = other_axes(layout) or layout.other_explicit_axes
-    pack = len(own) > 1 and not others
-    each = lambda *leaves: [gathered(x) for x in leaves]
-    return _by_dtype(together if pack else each, own)
-
-
-def _by_dtype(
-    fn: Callable[..., Sequence[Array]], leaves: Sequence[jax.Array]
-) -> States:
-    """Apply a function of arrays of one dtype to the leaves of each dtype.
-
-    `fn(*leaves)` returns as many arrays; the results are in the order of the leaves. It
-    is called once for each dtype; for typed random keys, once for each leaf, with the
-    raw data of the keys.
-    """
-    outs: dict[int, jax.Array] = {}
-    for dtype in dict.fromkeys(x.dtype for x in leaves):
-        chosen = [i for i, x in enumerate(leaves) if x.dtype == dtype]
-        if jnp.issubdtype(dtype, jax.dtypes.extended):
-            one = lambda x: fn(x)[0]
-            outs |= {i: on_raw(one, leaves[i]) for i in chosen}
-        else:
-            results = fn(*(leaves[i] for i in chosen))
-            outs |= dict(zip(chosen, results, strict=True))
-    return [outs[i] for i in range(len(leaves))]
-
-
-# ---------------------------------------------------------------------------------
-# Trees and scans. Padding has the last slots, so that a node of a tree has groups if
-# the first of its slots has one; a node without groups is left out.
-
-
-def _unless_padding(real: Array | None, new: States, old: States) -> States:
-    """Select states by slot: new ones where the slot belongs to a group, else old ones.
-
-    `real`, bool `[k]`, says so for each slot (a place for one group) on a device; if it
-    is None, all do. Leaves are `[k, *s]`.
-    """
-    if real is None:
-        return new
-    select = lambda x, y: jnp.where(
-        lax.broadcast_in_dim(real, (*real.shape, *(1,) * (x.ndim - 1)), (0,)), x, y
-    )
-    return [select(x, y) for x, y in zip(new, old, strict=True)]
-
-
-def _join(x: States, y: States) -> States:
-    """Concatenate two sequences of states, leaf by leaf: `[j, *s]` and `[k, *s]`."""
-    pairs = zip(x, y, strict=True)
-    return [jnp.concatenate(in_same_sharding(pair)) for pair in pairs]
-
-
-def fold_by_tree(
-    combine: Combine,
-    x: States,
-    real: Array | None = None,
-    levels: list[States] | None = None,
-) -> States:
-    """Fold k states by a balanced tree, in their order: leaves `[k, *s]` to `[1, *s]`.
-
-    `combine(a, b)` combines j pairs of states, for any j. `real`, bool `[k]`, is False
-    for padding, which comes last and is left out; if no state is real, the result has
-    no meaning. The states of each level, from `x` on, are appended to `levels`.
-    """
-    levels = [] if levels is None else levels
-    levels.append(x)
-    while (k := x[0].shape[0]) > 1:
-        even = 2 * (k // 2)
-        left, right = [y[:even:2] for y in x], [y[1:even:2] for y in x]
-        pairs = combine(left, right)
-        if real is not None:
-            pairs = _unless_padding(real[1:even:2], pairs, left)
-            real = real[::2]
-        if even < k:
-            pairs = _join(pairs, [y[even:] for y in x])
-        x = pairs
-        levels.append(x)
-    return x
 
 
 # ---------------------------------------------------------------------------------

@@ -109,6 +109,21 @@ def scattered_aval(aval: Aval, layout: Layout, axis: int) -> Aval:
 
 
 @_compat.cache()
+def device_aval(aval: Aval, layout: Layout, shape: tuple[int, ...]) -> Aval:
+    """Return the type `[m, *shape]` of one value of `shape` for each of m devices.
+
+    Inside a user's `shard_map` it is `[1, *shape]`. No other axes shard it; its dtype
+    is that of `aval`.
+    """
+    m = 1 if layout.manual else layout.devices
+    spec = (layout.spec_entry, *[None] * len(shape))
+    typed = _typed(
+        aval, layout, layout.abstract_mesh, (m, *shape), spec, _compat.varying(aval)
+    )
+    return typed.update(weak_type=False)
+
+
+@_compat.cache()
 def group_aval(aval: Aval, layout: Layout) -> Aval:
     """Return the type `[*s]` of one group's slice, from that of a partitioned value.
 

@@ -253,9 +253,14 @@ class Layout:
         return self.per_device * self.devices != self.partition.size
 
     @property
+    def used(self) -> int:
+        """The number of devices that have groups, which are the first ones."""
+        return -(-self.partition.size // self.per_device)
+
+    @property
     def has_empty_devices(self) -> bool:
         """Whether some device has no group, so that all of its slots are padding."""
-        return self.partition.size <= self.per_device * (self.devices - 1)
+        return self.used < self.devices
 
     @property
     def partial_count(self) -> int:

@@ -27,7 +27,7 @@ from drjax._compat.types import Array, GlobalArray
 from drjax._jaxprs.eval_jaxpr import as_arrays
 from drjax._plan_file.batches import over_groups
 from drjax._primitives.fold_devices import fold_devices
-from drjax._primitives.fold_groups import fold_by_tree, states_of_devices
+from drjax._primitives.fold_trees import fold_by_tree
 from drjax._sharding.eval_on_mesh import evaluate_on_mesh
 from drjax._sharding.execute import with_shardings_of
 from drjax._sharding.layout import Layout
@@ -152,20 +152,13 @@ def finish_folds(layout: Layout, works: list[FoldWork], states: States) -> State
     `states` and the result, which is the same on all devices, have for each fold, in
     order, the leaves `[*s]` of its state, in one flat list.
     """
-    used = -(-layout.partition.size // layout.per_device)
     outs: States = []
     for work, state in zip(works, split_states(works, states), strict=True):
         own = [x[None] for x in state]
         stage = work.fold.combine
         jaxpr = stage.jaxpr if stage.exported is None else None
-        total = fold_devices(
-            layout, jaxpr, work.consts, work.combine_pairs, own, used, fold_by_tree
-        )
-        if total is None:
-            gathered = states_of_devices(layout, own, frozenset(), used)
-            outs += _fold_devices([work], gathered)
-        else:
-            outs += work.combine(list(work.init), [x[0] for x in total])
+        total = fold_devices(layout, jaxpr, work.consts, work.combine_pairs, own)
+        outs += work.combine(list(work.init), [x[0] for x in total])
     return outs
 
 
@@ -176,8 +169,7 @@ def finish_stacked_folds(
 
     The leaves in `states` are `[m, *s]`, those of the m devices.
     """
-    used = -(-layout.partition.size // layout.per_device)
-    return _fold_devices(works, [x[:used] for x in states])
+    return _fold_devices(works, [x[: layout.used] for x in states])
 
 
 def _fold_devices(works: list[FoldWork], states: States) -> States:

@@ -2,8 +2,7 @@
 
 Input: a server stage with equations of `fold_of_all_p`, which compute a fold or its
 derivatives from the states of all groups. Output: its results, by `fold_tree` on the
-mesh: one all-gather of m states, where the stage, as it is, needs those of all n
-groups.
+mesh: an exchange of m states, where the stage, as it is, needs those of all n groups.
 
 Invariants: arrays of all groups' states and cotangents stay sharded over the groups, as
 partitioned values are; a gather whose result has no other use is none.
@@ -19,7 +18,9 @@ from drjax import _compat
 from drjax._compat.types import Array, Eqn
 from drjax._jaxprs.eval_jaxpr import as_arrays, evaluate
 from drjax._plan import uses
+from drjax._primitives.fold_devices import choose_way, of_parts
 from drjax._primitives.fold_groups import fold_of_all_p, fold_tree_p, kinds_of
+from drjax._primitives.fold_trees import COLUMNS
 from drjax._primitives.map_columns import GROUPS
 from drjax._sharding.execute import as_operand
 from drjax._sharding.layout import Layout
@@ -42,8 +43,9 @@ def run_with_folds(stage: Stage, args: Sequence[Array], layout: Layout) -> list[
     states on their devices: `[n, *s]`, sharded over the groups, as operands and as
     results. The value of a fold saves the devices' states for its derivatives.
     """
-    # By what the value and its derivatives share: the function, and its operands.
-    tops: dict[Any, list] = {}
+    ways = _ways(stage, layout)
+    # What is saved, by what the value and its derivatives share.
+    saved: dict[Any, list] = {}
 
     def step(eqn: Eqn, operands: list[Array]) -> list[Array] | None:
         if not _is_fold(eqn):
@@ -55,20 +57,50 @@ def run_with_folds(stage: Stage, args: Sequence[Array], layout: Layout) -> list[
             as_operand(x, layout, kind == GROUPS)
             for x, kind in zip(operands, kinds, strict=True)
         ]
-        params = {**eqn.params, "mesh": layout.mesh}
-        key = (id(eqn.params["jaxpr"]), *map(id, eqn.invars[mode.closed : n_fold]))
-        if mode.what == "value":
-            params["mode"] = replace(mode, saved=True)
-            outs = fold_tree_p.bind(*typed, **params)
-            tops[key] = outs[n_states:]
-            return outs[:n_states]
-        if key in tops:
-            params["mode"] = replace(mode, saved=True)
-            typed[n_fold:n_fold] = tops[key]
-        return fold_tree_p.bind(*typed, **params)
+        key, derivative = _key(eqn), eqn.params["derivative"]
+        saves = mode.what == "value" or key in saved
+        mode = replace(mode, way=ways[key], saved=saves)
+        params = {**eqn.params, "mesh": layout.mesh, "mode": mode}
+        by_columns = mode.way == COLUMNS
+        params["part"] = of_parts(params["jaxpr"], layout) if by_columns else None
+        of_derivative = None
+        if by_columns and derivative is not None:
+            of_derivative = of_parts(derivative, layout)
+        params["part_derivative"] = of_derivative
+        typed[n_fold:n_fold] = saved.get(key, []) if mode.what != "value" else []
+        outs = fold_tree_p.bind(*typed, **params)
+        if mode.what != "value":
+            return outs
+        saved[key] = outs[n_states:]
+        return outs[:n_states]
 
     outs = evaluate(stage.jaxpr, args, step)
     return as_arrays(outs, [value.dtype for value in stage.outputs])
+
+
+def _key(eqn: Eqn) -> tuple[Any, ...]:
+    """What the value of a fold and its derivatives share: function and operands."""
+    mode = eqn.params["mode"]
+    operands = eqn.invars[mode.closed : mode.count(len(eqn.invars))]
+    return (id(eqn.params["jaxpr"]), *map(id, operands))
+
+
+def _ways(stage: Stage, layout: Layout) -> dict[Any, str]:
+    """Choose for each fold the way that serves all of its equations."""
+    jaxprs: dict[Any, list] = {}
+    operands: dict[Any, tuple[list, list]] = {}
+    for eqn in filter(_is_fold, _equations(stage)):
+        mode, n_states, key = eqn.params["mode"], eqn.params["n_states"], _key(eqn)
+        n_consts = mode.count(len(eqn.invars)) - 2 * n_states
+        avals = [v.aval for v in eqn.invars]
+        derivative = eqn.params["derivative"]
+        each = jaxprs.setdefault(key, [eqn.params["jaxpr"]])
+        each += [] if derivative is None else [derivative]
+        consts, _ = operands.setdefault(
+            key, ([], avals[n_consts : n_consts + n_states])
+        )
+        consts += avals[:n_consts]
+    return {key: choose_way(layout, jaxprs[key], *operands[key]) for key in jaxprs}
 
 
 def only_for_folds(plan: Plan, value: Value) -> bool:
