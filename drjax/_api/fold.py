@@ -66,8 +66,10 @@ def reduce(
 
     The result is that of `functools.reduce(combine, states, init)`: a logsumexp, a
     variance, a product of matrices, the best group with its payload. On a mesh of m
-    devices, each folds the states of its groups, and one all-gather of m states gives
-    them to all devices. In a plan a fold is a reduction: `drjax.jit` folds as many
+    devices, each folds the states of its groups. These m states are exchanged by
+    columns where `combine` acts on each element alone, by log2 m swaps otherwise; by
+    one all-gather where they are small, or other mesh axes may shard them. Gradients
+    need no more than that, and by columns one all-to-all back. In a plan a fold is a reduction: `drjax.jit` folds as many
     groups at a time as its option says, and engines fold blocks of groups.
 
     A derivative is that of one order of evaluation: of a balanced tree over the groups

@@ -205,7 +205,8 @@ class Columns:
         axes, used = self.layout.axes, self.layout.used
         if self.is_scalar(i):
             return lax.all_gather(own, axes, tiled=True)[:used]
-        parts = self._split(i, own[0], padding)
+        # Else the compiler recomputes the state for each device that gets a part of it.
+        parts = self._split(i, lax.optimization_barrier(own[0]), padding)
         return lax.all_to_all(parts, axes, 0, 0, tiled=True)[:used]
 
     def back(self, i: int, parts: Array) -> Array:

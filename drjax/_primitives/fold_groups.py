@@ -19,12 +19,12 @@ its groups, and then all devices' states, each by a balanced tree T:
     dy  = sum_d  D root (0, .., D leaf_d(dc, dx), .., 0)  +  D root (dc, de) once
 
 A device evaluates the term of its own top, and one all-reduce adds up the terms.
-Backwards, all devices have the cotangent of the root, so each has those of all tops,
-takes its own, and goes on to its own groups: this needs no communication, but for the
-cotangents of c and e, which are a sum over the devices. The first state stands once, in
-front: nothing here needs it to be neutral.
+Backwards, all devices have the cotangent of the root; each takes that of its own top,
+and goes on to its own groups. Cotangents of c are a sum over the devices. The first
+state stands once, in front: nothing here needs it to be neutral.
 
-    JVP        fold_tree for the value, which saves the tops; fold_tree for the tangents
+    JVP        fold_tree for the value, which saves what a device has received of the
+               others' tops; fold_tree for the tangents
     transpose  of the tangents the cotangents, and the other way round
     batching   f is batched; x_i is batched behind the group axis
 
@@ -34,19 +34,22 @@ each device: an all-to-all of n states.
 
 On m devices with k groups each, what `fold_tree` computes is lowered to
 
-    value        a tree over k,  an all-gather of m tops,  a tree over m
+    value        a tree over k,  an exchange of m tops,  a tree over m
     tangents     both trees once more, with tangents;  an all-reduce of a state
-    cotangents   the same trees backwards, from the root; nothing for x
+    cotangents   the same trees backwards, from the root
 
-with trees of depth log k and log m.
+with trees of depth log k and log m. `fold_devices.py` has the ways to exchange tops:
+by columns, by swaps, or gathered; `fold_roots.py` has the root and its derivatives by
+each way. By columns, tangents are exchanged as tops are, and an all-to-all returns
+cotangents.
 
 Invariants: the jaxpr has neither constants nor effects, and was traced for one group.
 The tops have no tangent, as all that read them are functions of c, e and x. No state of
 a padded slot is ever combined with another; the last devices, which have no group, are
-left out. All leaves of one dtype go through one all-gather, unless other mesh axes may
-shard them.
-Sharp edges: f is not checked to be associative. Residuals are the operands and the
-tops; a device evaluates its own tree once more in the backward pass. f was traced for
+left out. The way of a fold is chosen once, for its value and its derivatives, as what
+is saved depends on it.
+Sharp edges: f is not checked to be associative. Residuals are the operands and what was
+received; a device evaluates its own tree once more in the backward pass. f was traced for
 one group, but runs without VMA checking, as states of a device differ from those of
 another. Results then vary over all axes over which an operand varies.
 """

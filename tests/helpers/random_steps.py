@@ -351,12 +351,13 @@ def combined(x, g, h, j):
     return bounded(works[j % len(works)]())
 
 
-@step("p1 g0 g1", "g1", variants=7)
+@step("p1 g0 g1", "g1", variants=10)
 def folded(x, g, h, j):
     """Associative folds; the second and sixth one are not commutative.
 
-    Of the last ones, two have ties at which the derivative is that of any one order,
-    and the first state of the others is not neutral.
+    Of the others, two have ties at which the derivative is that of any one order, and
+    the first state of two is not neutral. The states of the last ones are too large to
+    be gathered: devices exchange their columns, or swap them.
     """
 
     def composed(a, b):  # affine maps
@@ -374,9 +375,25 @@ def folded(x, g, h, j):
         v = jnp.zeros_like(h) if v is None else v
         return blocks.reduce(composed, maps, {"m": scale * eye, "v": v})["v"]
 
+    def wide(x):
+        return jnp.tile(bounded(x), 40)
+
+    def wide_affine():
+        eye = jnp.eye(len(h), dtype=x.dtype)
+        maps = blocks.map_fn(
+            lambda x: {
+                "m": eye + 0.2 * jnp.outer(bounded(x), h),
+                "v": wide(x).reshape(40, -1).T * g,
+            },
+            x,
+        )
+        zeros = jnp.zeros((len(h), 40), x.dtype)
+        return blocks.reduce(composed, maps, {"m": eye, "v": zeros})["v"][:, 0]
+
     tied = lax.stop_gradient(jnp.round(2 * bounded(x)))
     none = {"key": jnp.full_like(g, -50), "v": jnp.zeros_like(h)}
     y, k = blocks.map_fn(bounded, x), 0.5 * bounded(h)
+    pairs = {"key": tied[:, 0], "v": blocks.map_fn(wide, x)}
     works = (
         lambda: blocks.reduce(lambda a, b: a + b + k * a * b, y, jnp.zeros_like(h)),
         affine,
@@ -386,6 +403,9 @@ def folded(x, g, h, j):
         lambda: blocks.reduce(first, {"key": tied[:, 0], "v": y}, none)["v"] * g,
         lambda: affine(0.7, bounded(h)),
         lambda: blocks.reduce(jnp.logaddexp, y, bounded(h) * g),
+        lambda: blocks.reduce(jnp.logaddexp, pairs["v"], wide(h) * g)[: len(h)],
+        lambda: blocks.reduce(first, pairs, none | {"v": wide(h)})["v"][: len(h)],
+        wide_affine,
     )
     return bounded(works[j % len(works)]())
 

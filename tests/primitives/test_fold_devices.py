@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import drjax
-from drjax._primitives.fold_devices import is_pointwise
+from drjax._primitives.fold_devices import is_pointwise, levels
 from drjax.compiled import Report
 from tests.helpers.cases import checkerboard
 from tests.helpers.meshes import in_mesh, make_mesh
@@ -120,9 +120,118 @@ def test_all_ways_have_the_same_bits(kind, monkeypatch):
     with in_mesh(make_mesh({AXIS: 4})):
         own = jax.device_put(x, P(AXIS))
         exchanged = jax.jit(fn)(own)
-        # What is saved for derivatives is gathered.
-        gathered, _ = jax.jit(lambda x: jax.vjp(fn, x))(own)
+        saved, _ = jax.jit(lambda x: jax.vjp(fn, x))(own)
+        with monkeypatch.context() as patch:
+            patch.setattr("drjax._primitives.fold_devices._SMALL", 1 << 30)
+            gathered = jax.jit(lambda x: fn(x))(own)
     jax.tree.map(np.testing.assert_array_equal, exchanged, gathered)
+    jax.tree.map(np.testing.assert_array_equal, saved, gathered)
+
+
+def loss_of(fn):
+    return lambda *args: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(fn(*args)))
+
+
+@checkerboard(6, devices=[4, 8], kind=KINDS, run=["jax.jit", "drjax.jit"])
+def test_gradients_send_no_more_than_by_hand(devices, kind, run):
+    """Columns there and back, and a result by columns; or swaps, and nothing back."""
+    fn, x = fold_of(kind, 32)
+    gradient = jax.value_and_grad(loss_of(fn), allow_int=True)
+    with in_mesh(make_mesh({AXIS: devices})):
+        own = jax.device_put(x, P(AXIS))
+        report = Report.of(jax.jit(RUNS[run](gradient)).lower(own).compile())
+    state = sum(y[0].nbytes for y in jax.tree.leaves(x))
+    sent = sum(c.bytes for c in report.by_kind.values())
+    best = np.log2(devices) if kind == "matmul" else 3 * (devices - 1) / devices
+    assert sent <= 1.05 * best * state
+
+
+def mean_of_weighted(a, b):
+    """A scalar that all elements read, with a derivative."""
+    w = a["w"] + b["w"]
+    return {"w": w, "mean": a["mean"] + (b["mean"] - a["mean"]) * (b["w"] / w)}
+
+
+def derivatives(kind, n):
+    """Derivatives in the groups' states, the first state, and what is closed over."""
+    rng = np.random.RandomState(1)
+    if kind in ("scalar", "array"):
+        x = rng.randn(n, D).astype(np.float32) / 3
+        init, c = jnp.ones(D), jnp.float32(0.1)
+        c = c if kind == "scalar" else jnp.linspace(-0.3, 0.3, D)
+    elif kind == "weighted":
+        x = {"w": rng.rand(n).astype(np.float32) + 1, "mean": rng.randn(n, D) * 1.0}
+        x = jax.tree.map(np.float32, x)
+        init, c = {"w": jnp.float32(0.5), "mean": jnp.ones(D)}, jnp.float32(0.1)
+    else:
+        _, x, init = states(kind, n)
+        init, c = jax.tree.map(jnp.asarray, init), jnp.float32(0.1)
+    functions = {"weighted": mean_of_weighted}
+
+    @drjax.program(clients=n)
+    def fn(x, init, c):
+        product = lambda a, b: a + b + c * a * b
+        closed = kind in ("scalar", "array")
+        combine = product if closed else functions.get(kind) or states(kind, n)[0]
+        return drjax.reduce(combine, x, init)
+
+    gradient = jax.value_and_grad(loss_of(fn), (0, 1, 2))
+    two = lambda tree: jax.tree.map(lambda y: jnp.stack([y, 0.9 * y]), tree)
+
+    def all_of(x, init, c):
+        tangents = jax.tree.map(jnp.cos, (x, init, c))
+        return (
+            gradient(x, init, c),
+            jax.jvp(fn, (x, init, c), tangents),
+            jax.vmap(gradient, (0, None, None))(two(x), init, c),
+        )
+
+    return all_of, gradient, (x, init, c)
+
+
+WAYS = [*KINDS, "scalar", "array", "weighted"]
+
+
+@pytest.mark.slow
+@checkerboard(7, where=[(8, 5), (6, 13), (4, 8), (3, 7), (8, 16)], kind=WAYS)
+def test_derivatives_by_each_way(where, kind):
+    devices, n = where
+    every, gradient, args = derivatives(kind, n)
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
+    expected = jax.jit(every)(*args)
+    with in_mesh(make_mesh({AXIS: devices})):
+        jax.tree.map(close, jax.jit(every)(*args), expected)
+        jax.tree.map(close, drjax.jit(gradient)(*args), expected[0])
+
+
+@pytest.mark.parametrize("kind", ["affine", "matmul"])
+def test_second_derivatives_by_each_way(kind):
+    _, gradient, args = derivatives(kind, 8)
+    square = lambda x: sum(
+        jnp.sum(y**2) for y in jax.tree.leaves(gradient(x, *args[1:])[1][0])
+    )
+    expected = jax.jit(jax.grad(square))(args[0])
+    with in_mesh(make_mesh({AXIS: 4})):
+        result = jax.jit(jax.grad(square))(args[0])
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4)
+    jax.tree.map(close, result, expected)
+
+
+@pytest.mark.parametrize("m", range(1, 18))
+def test_swaps_bring_each_device_the_state_of_the_neighbor(m):
+    for used in range(1, m + 1):
+        states = [frozenset({d}) if d < used else frozenset() for d in range(m)]
+        for level in levels(m, used):
+            node = lambda d, size=level.size: d // size
+            others = [frozenset()] * m
+            for pairs in level.rounds:
+                sources, targets = zip(*pairs, strict=True)
+                assert len({*sources}) == len({*targets}) == len(pairs)
+                for source, target in pairs:
+                    assert node(source) == node(target) ^ 1
+                    others[target] = states[source]
+            states = [x | y for x, y in zip(states, others, strict=True)]
+        assert states == [frozenset(range(used))] * m
 
 
 def test_small_states_are_gathered_in_one_message():
