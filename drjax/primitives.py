@@ -76,10 +76,10 @@ mesh axes of `partition`.
 function a . b after a first state e. Its operands are what the function closes over,
 the leaves of e, `[*s]`, and those of the groups' states, `[n, *s]`. `fold_tree_p`, of
 derivatives, has the same operands first. Its parameter `mode` says what it returns: the
-value, and if it is `saved` what a device has received of the others' states; or, of operands that are
-`active`, from their tangents those of leaves of the value that are `active_out`, or
-from cotangents of these leaves theirs. Its parameters `part` and `part_derivative` may
-be ignored, as may what is saved, if `mode` is replaced in all equations. Of both also:
+value, and if it is `saved` what a device has received of the others' states; or, of
+operands that are `active`, from their tangents those of leaves of the value that are
+`active_out`, or from cotangents of these leaves theirs. Its parameters `part` and
+`part_derivative` may be ignored, as may what is saved. Of both also:
 
 * `jaxpr`: a closed jaxpr without constants, for the function: it takes what the
   function closes over, and the leaves of two states; it returns those of one.

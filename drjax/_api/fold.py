@@ -69,8 +69,9 @@ def reduce(
     devices, each folds the states of its groups. These m states are exchanged by
     columns where `combine` acts on each element alone, by log2 m swaps otherwise; by
     one all-gather where they are small, or other mesh axes may shard them. Gradients
-    need no more than that, and by columns one all-to-all back. In a plan a fold is a reduction: `drjax.jit` folds as many
-    groups at a time as its option says, and engines fold blocks of groups.
+    need no more than that, and by columns one all-to-all back. In a plan a fold is a
+    reduction: `drjax.jit` folds as many groups at a time as its option says, and
+    engines fold blocks of groups.
 
     A derivative is that of one order of evaluation: of a balanced tree over the groups
     of each device, and one over the devices. Where `combine` has no derivative, as

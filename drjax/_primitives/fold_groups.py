@@ -49,8 +49,8 @@ a padded slot is ever combined with another; the last devices, which have no gro
 left out. The way of a fold is chosen once, for its value and its derivatives, as what
 is saved depends on it.
 Sharp edges: f is not checked to be associative. Residuals are the operands and what was
-received; a device evaluates its own tree once more in the backward pass. f was traced for
-one group, but runs without VMA checking, as states of a device differ from those of
+received; a device evaluates its own tree once more in the backward pass. f was traced
+for one group, but runs without VMA checking, as states of a device differ from those of
 another. Results then vary over all axes over which an operand varies.
 """
 

@@ -59,6 +59,7 @@ from drjax._primitives.segments import (
     InSegments,
     combine_segments,
     reduce_segments,
+    rows_of_groups,
 )
 
 if TYPE_CHECKING:
@@ -332,10 +333,10 @@ class Running:
         """
         op = REDUCE_OPS[self.op]
         if isinstance(x, InSegments):
-            if self.excess is None:
+            if self.excess is None and rows_of_groups(op.ufunc, x) == 1:
                 value = combine_segments(op.ufunc, self.value, x)
                 return Running(self.op, value)
-            if len(x.slices) < x.num:
+            if self.excess is not None and len(x.slices) < x.num:
                 return self._add_to_segments(x)
             x = op.local(x)
         if self.excess is None:

@@ -12,13 +12,17 @@ reduces the k slices of the device into one array `[num, *s]` (`reduce_segments`
 
     sum_i place(g_i, x_i)[j] = sum {x_i : g_i = j}
 
-The work is that of k slices and not of num k, and there is no array `[k, num, *s]`.
+The work is that of k slices and not of num k, and there is no array `[k, num, *s]`. A
+scatter adds one number after another, with an error that grows as k. So sums of many
+floats are added in r rows of the groups, `[r, num, *s]`, and then these: each row has
+k / r numbers, and the rows have at most an eighth of the memory of the slices.
 
 Invariants: infinities and NaNs reach their own segment only. Sharp edges: XLA aborts
 for a scatter or gather in an array that is sharded over two other mesh axes, and JAX
 asks for types on Explicit ones: there (`scatters`) all num places are written.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -318,6 +322,8 @@ class InSegments:
         )
 
 
+_MANY_GROUPS = 1024  # of which sums are added in rows
+
 # The method of `jnp.ndarray.at` that combines by a ufunc.
 _METHODS: dict[np.ufunc, str] = {np.add: "add", np.maximum: "max", np.minimum: "min"}
 
@@ -359,21 +365,45 @@ def reduce_segments(
     ufunc: np.ufunc, x: InSegments, identity: ArrayLike, dtype: DTypeLike
 ) -> DeviceArray:
     """Reduce slices by segment, to `[num, *s]` of a dtype that holds theirs."""
-    empty = lax.full((x.num, *x.slices.shape[1:]), identity, dtype)
+    rows = rows_of_groups(ufunc, x)
+    lead = () if rows == 1 else (rows,)
+    empty = lax.full((*lead, x.num, *x.slices.shape[1:]), identity, dtype)
     types = map(_compat.typeof, (x.segments, x.slices))
     axes = frozenset().union(*map(_compat.varying, types))
-    return combine_segments(ufunc, vary(empty, axes), x)
+    total = combine_segments(ufunc, vary(empty, axes), x, rows)
+    return jnp.sum(total, axis=0, dtype=dtype) if lead else total
 
 
-def combine_segments(ufunc: np.ufunc, total: Array, x: InSegments) -> Array:
+def rows_of_groups(ufunc: np.ufunc, x: InSegments) -> int:
+    """In how many rows to add up slices by segment; 1 where a scatter is exact enough.
+
+    The slices that are added one after another are as many as the rows, if memory
+    allows.
+    """
+    k = x.slices.shape[0]  # unknown with symbolic dimensions
+    if ufunc is not np.add or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return 1
+    if not isinstance(k, int) or k < _MANY_GROUPS:
+        return 1
+    return max(1, min(math.isqrt(k), k // (8 * x.num)))
+
+
+def combine_segments(
+    ufunc: np.ufunc, total: Array, x: InSegments, rows: int = 1
+) -> Array:
     """Combine slices with those of their segments in `total`, `[num, *s]`.
 
-    No other place of `total` is read or written.
+    With several rows it is `[rows, num, *s]`. No other place of it is read or written.
     """
     # Compilers cannot scatter all types of one byte, or less.
     wide = total.dtype
     if wide == jnp.bool_ or wide.itemsize == 1:
         wide = jnp.float32 if jnp.issubdtype(wide, jnp.floating) else jnp.int32
-    of_segments = total.astype(wide).at[x.segments]
+    place: Any = x.segments
+    if rows > 1:
+        k = x.slices.shape[0]
+        row = lax.div(lax.iota(jnp.int32, k), jnp.int32(-(-k // rows)))
+        place = (row, x.segments)
+    of_segments = total.astype(wide).at[place]
     new = getattr(of_segments, _METHODS[ufunc])(x.slices.astype(wide), mode="drop")
     return new.astype(total.dtype)

@@ -20,6 +20,7 @@ from drjax._primitives.segments import (
     place_in_segment,
     placements,
     reduce_segments,
+    rows_of_groups,
     slice_of_segment,
 )
 from tests.helpers.cases import checkerboard
@@ -202,6 +203,57 @@ def test_compensated_sums_are_exact():
     for step in (1, 2):
         y = drjax.jit(fn, groups_per_step=step)(x)
         np.testing.assert_allclose(y, jnp.full((3, 2), exact), rtol=1.2e-7)
+
+
+MANY = 20_000
+
+
+@checkerboard(
+    5,
+    mesh=["none", "uneven", "even"],
+    run=["jax.jit", "drjax.jit", "one chunk of four"],
+    block=["reduce_sum", "reduce_mean"],
+)
+def test_sums_of_many_groups_are_as_exact_as_sums_of_arrays(mesh, run, block):
+    """Numbers of one sign, of which a scatter loses two digits."""
+    n = MANY + (mesh == "uneven")
+    x = np.random.RandomState(0).rand(n, 2).astype(np.float32)
+    by, where = np.arange(n) % 3, np.arange(n) % 5 != 4
+    runs = {**RUNS, "one chunk of four": functools.partial(
+        drjax.jit, groups_per_step=n // 8
+    )}  # fmt: skip
+
+    @drjax.program(clients=n)
+    def fn(x):
+        return getattr(drjax, block)(x, by=by, num=3, where=where)
+
+    of = lambda x, dtype: np.stack(
+        [
+            getattr(x[(by == j) & where].astype(dtype), block.removeprefix("reduce_"))(
+                0, dtype=dtype
+            )
+            for j in range(3)
+        ]
+    )
+    exact = of(x, np.float64)
+    with in_mesh(None if mesh == "none" else make_mesh({AXIS: 4})):
+        result, back = jax.vjp(runs[run](fn), x)
+        (ct,) = back(jnp.ones((3, 2)))
+    assert np.abs(np.asarray(result) / exact - 1).max() < 4 * np.finfo(np.float32).eps
+    each = np.bincount(by[where], minlength=3)
+    share = 1 if block == "reduce_sum" else 1 / each[by][:, None]
+    np.testing.assert_allclose(ct, where[:, None] * share * np.ones(2), rtol=1e-6)
+
+
+def test_rows_of_groups_take_no_more_memory_than_their_slices():
+    rows = lambda k, num, ufunc=np.add, dtype=jnp.float32: rows_of_groups(
+        ufunc, InSegments(jnp.zeros(k, jnp.int32), jnp.zeros((k, 2), dtype), num)
+    )
+    assert rows(1000, 3) == 1
+    assert rows(10_000, 3) == 100
+    assert rows(10_000, 50) == 25
+    assert rows(10_000, 5000) == 1
+    assert rows(10_000, 3, np.maximum) == rows(10_000, 3, dtype=jnp.int32) == 1
 
 
 def test_transposes():
