@@ -12,14 +12,20 @@ Groups read are those of a step; one more is for the types of the first group. C
 seconds are those of a step that is compiled already. They have the time to make the
 data, but of an array, which exists before. The machine may be shared: compare within a
 run, and only what is far apart.
+
+A second table is of a million tiny groups, one step of linear regression: CPU seconds
+of a step, from arrays, from arrays by `Groups.from_batches`, from a Parquet file, and
+from that file by hand, Arrow's batches of rows to numpy.
 """
 
 import argparse
+import importlib
 import itertools
 import json
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +37,7 @@ import numpy as np
 
 import drjax
 from benchmarks.report import table
-from drjax.backends import Groups
+from drjax.backends import Groups, Parquet
 
 _ROWS, _WIDTH = 1024, 256  # of the data of a group: 1 MB
 _CHUNK = 4  # groups at once
@@ -122,6 +128,70 @@ def measure(kind: str, n: int) -> dict[str, Any]:
     }
 
 
+# ---------------------------------------------------------------------------------
+# Tiny groups
+
+_TINY = 1_000_000
+_TINY_CHUNK = 200_000
+_TINY_KINDS = ("arrays", "Groups.from_batches", "Parquet", "hand-written from Parquet")
+
+
+def _tiny_loss(w: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    return (x @ w - y) ** 2
+
+
+def measure_tiny(kind: str, n: int) -> dict[str, Any]:
+    """Run one step for tiny groups in this process: CPU seconds, the least of five."""
+    arrow = importlib.import_module("pyarrow")
+    files = importlib.import_module("pyarrow.parquet")
+    rng = np.random.default_rng(0)
+    data = {"x": rng.normal(size=(n, 4)), "y": rng.normal(size=n)}
+    data = {k: v.astype(np.float32) for k, v in data.items()}
+
+    @drjax.program(clients=n)
+    def loss(w, data):
+        one = lambda w, d: _tiny_loss(w, d["x"], d["y"])
+        return drjax.reduce_mean(drjax.map_fn(one, (drjax.broadcast(w), data)))
+
+    of_chunk = lambda w, x, y: jax.vmap(_tiny_loss, (None, 0, 0))(w, x, y).sum()
+    chunked = jax.jit(jax.value_and_grad(of_chunk))
+    step = drjax.jit(jax.value_and_grad(loss), groups_per_step=_TINY_CHUNK)
+    w = jnp.ones(4)
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/groups.parquet"
+        rows = arrow.FixedSizeListArray.from_arrays(data["x"].reshape(-1), 4)
+        files.write_table(arrow.table({"x": rows, "y": data["y"]}), path)
+
+        def by_hand() -> tuple[Any, Any]:
+            value, gradient = jnp.zeros(()), jnp.zeros(4)
+            with files.ParquetFile(path) as file:
+                for batch in file.iter_batches(_TINY_CHUNK):
+                    x = batch["x"].flatten().to_numpy().reshape(-1, 4)
+                    new = chunked(w, x, batch["y"].to_numpy())
+                    value, gradient = value + new[0], gradient + new[1]
+            return value / n, gradient / n
+
+        def read(index: slice) -> dict[str, np.ndarray]:
+            return {key: values[index] for key, values in data.items()}
+
+        runs: dict[str, Callable[[], Any]] = {
+            "arrays": lambda: step(w, data),
+            "Groups.from_batches": lambda: step(w, Groups.from_batches(read, n)),
+            "Parquet": lambda: step(w, Parquet(path)),
+            "hand-written from Parquet": by_hand,
+        }
+        seconds = []
+        for _ in range(6):  # the first one compiles
+            start = time.process_time()
+            value, gradient = jax.block_until_ready(runs[kind]())
+            seconds.append(time.process_time() - start)
+    return {
+        "seconds": min(seconds[1:]),
+        "value": float(value),
+        "norm": float(jnp.linalg.norm(gradient)),
+    }
+
+
 def _in_process(kind: str, n: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.out_of_core", "--one", kind, str(n)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
@@ -136,7 +206,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.one:
         kind, n = options.one
-        print(json.dumps(measure(kind, int(n))))
+        run = measure_tiny if kind in _TINY_KINDS else measure
+        print(json.dumps(run(kind, int(n))))
         return
     columns = ["data", "given as", "peak MB", "groups read", "CPU seconds", "loss"]
     rows = []
@@ -147,7 +218,14 @@ def main() -> None:
         counts = [f"{row['peak']:.0f}", f"{row['reads']:,}", f"{row['seconds']:.1f}"]
         rows.append([f"{n} MB", kind, *counts, f"{row['value']:.6f}"])
         print(*rows[-1], sep=", ", flush=True)
+    tiny = []
+    for kind in _TINY_KINDS:
+        row = _in_process(kind, _TINY)
+        tiny.append([kind, f"{row['seconds']:.3f}", f"{row['value']:.6f}"])
+        print(*tiny[-1], sep=", ", flush=True)
     text = f"JAX {jax.__version__}, CPU.\n\n{table(columns, rows)}\n"
+    text += "\nA million groups of 20 bytes:\n\n"
+    text += f"{table(['given as', 'CPU seconds', 'loss'], tiny)}\n"
     if options.out:
         path = options.out / f"out-of-core-jax-{jax.__version__}.md"
         path.write_text(text)

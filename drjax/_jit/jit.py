@@ -68,7 +68,9 @@ def jit(
     groups_per_step: Literal["tune"],
     residuals: str | None = None,
     memory_budget: int | None = None,
+    *,
     checkpoints: Literal["sqrt"] | None = None,
+    progress: bool = False,
     **jit_kwargs: Any,
 ) -> Tuned[P, R]: ...
 @overload
@@ -77,7 +79,9 @@ def jit(
     groups_per_step: int | str | None = None,
     residuals: str | None = None,
     memory_budget: int | None = None,
+    *,
     checkpoints: Literal["sqrt"] | None = None,
+    progress: bool = False,
     **jit_kwargs: Any,
 ) -> Jitted[P, R]: ...
 def jit(
@@ -85,7 +89,9 @@ def jit(
     groups_per_step: int | str | None = None,
     residuals: str | None = None,
     memory_budget: int | None = None,
+    *,
     checkpoints: Literal["sqrt"] | None = None,
+    progress: bool = False,
     **jit_kwargs: Any,
 ) -> Any:
     """`jax.jit` of a program in normal form, in memory that does not grow with n.
@@ -124,6 +130,8 @@ def jit(
         carries at about √T of them, and runs the rounds between two of these again, for
         one more forward pass (revolve; sublinear memory): the divisor of T that takes
         the fewest bytes. Default: it saves what each round carries.
+      progress: Whether to show a bar of the groups read, of `Groups` and `Parquet`, for
+        each pass over the data; needs tqdm.
       **jit_kwargs: As for `jax.jit`: static_argnums, donate_argnums, in_shardings, ...
 
     Returns:
@@ -161,7 +169,8 @@ def jit(
             "functools.partial(drjax.jit, groups_per_step=8) as a decorator."
         )
     if unknown := sorted(jit_kwargs.keys() - _OPTIONS_OF_JIT):
-        own = ["groups_per_step", "residuals", "memory_budget", "checkpoints"]
+        own = ["groups_per_step", "residuals", "memory_budget"]
+        own += ["checkpoints", "progress"]
         options = [*own, *sorted(_OPTIONS_OF_JIT)]
         close = difflib.get_close_matches(unknown[0], options, n=1)
         raise DrjaxTypeError(
@@ -193,7 +202,7 @@ def jit(
         every = _planned(fn, (None, *options))
         asked = _asked(fn, groups, *options, *sorted(jit_kwargs.items()))
         at_once = AtOnce(every, groups.budget, jit_kwargs, asked)
-    return _Jit(fn, jax.jit(planned, **jit_kwargs), at_once)
+    return _Jit(fn, jax.jit(planned, **jit_kwargs), at_once, progress)
 
 
 class _Jit:
@@ -204,8 +213,10 @@ class _Jit:
 
     __wrapped__: Callable
 
-    def __init__(self, fn: Callable, jitted: Any, at_once: AtOnce | None) -> None:
-        self._jitted, self._at_once = jitted, at_once
+    def __init__(
+        self, fn: Callable, jitted: Any, at_once: AtOnce | None, progress: bool = False
+    ) -> None:
+        self._jitted, self._at_once, self._progress = jitted, at_once, progress
         # Without its attributes: those of a `jax.jit` say what is traced and lowered.
         functools.update_wrapper(self, fn, updated=())
 
@@ -216,7 +227,9 @@ class _Jit:
             # Raised by `Groups` where they are in the place of an array.
             if not lazy_arguments.has_groups(args, kwargs):
                 raise
-        return lazy_arguments.run(self.__wrapped__, self._jitted, args, kwargs)
+        return lazy_arguments.run(
+            self.__wrapped__, self._jitted, args, kwargs, self._progress
+        )
 
     def _chosen(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The `jax.jit` of all groups at once, if they fit; else of as many as fit."""

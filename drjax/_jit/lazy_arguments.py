@@ -97,11 +97,19 @@ def closed(
 
 
 def run(
-    fn: Callable, jitted: Callable, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    fn: Callable,
+    jitted: Callable,
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+    progress: bool = False,
 ) -> PyTree:
-    """Call a jitted function with `Groups` among its arguments."""
+    """Call a jitted function with `Groups` among its arguments.
+
+    Inside of transformations, where nobody knows when it ends, there is no progress.
+    """
     traced = _compat.under_trace()
-    with _opened(fn, args, kwargs, traced) as (args, kwargs, readers):
+    shows = progress and not traced
+    with _opened(fn, args, kwargs, traced, shows) as (args, kwargs, readers):
         out = jitted(*args, **kwargs)
         if not traced:
             jax.block_until_ready(out)
@@ -113,7 +121,11 @@ def run(
 
 @contextlib.contextmanager
 def _opened(
-    fn: Callable, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], stay: bool
+    fn: Callable,
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+    stay: bool,
+    progress: bool,
 ) -> Iterator[tuple[tuple[PyTree, ...], dict[str, PyTree], list[Any]]]:
     """Replace each `Groups` by an `Unread`, with an open reader unless it will stay."""
     from drjax.engines.slices.read_ahead import ReadAhead
@@ -124,7 +136,8 @@ def _opened(
         if stay and groups in _living:
             return _living[groups]
         number = next(_numbers)
-        READERS[number] = readers[number] = ReadAhead(source, raises=stay)
+        reader = ReadAhead(source, raises=stay, progress=progress)
+        READERS[number] = readers[number] = reader
         if stay:
             _living[groups] = number
             weakref.finalize(groups, _dead.append, number)

@@ -350,3 +350,11 @@ def test_an_error_inside_of_a_transformation_is_the_runtime_s():
         value, _ = outside(make_loss())(W, Groups(Counted(fail=6)))
         assert jnp.isnan(value)
     assert lazy_arguments.has_groups({"data": Groups([1])})
+
+
+def test_progress(capfd):
+    mean = drjax.program(clients=N)(lambda x: drjax.reduce_mean(x["x"]))
+    for progress in (False, True):
+        drjax.jit(mean, groups_per_step=2, progress=progress)(Groups(Counted()))
+        shown = capfd.readouterr().err
+        assert ("groups read" in shown and f"/{N}" in shown) == progress

@@ -15,3 +15,13 @@ def test_groups_are_read_as_often_as_by_hand():
     for other in (baseline, array):
         for key in ("value", "norm"):
             assert planned[key] == pytest.approx(other[key], rel=1e-5)
+
+
+def test_tiny_groups_have_the_same_results():
+    pytest.importorskip("pyarrow")
+    first, *others = (
+        out_of_core.measure_tiny(k, 1000) for k in out_of_core._TINY_KINDS
+    )
+    for other in others:
+        for key in ("value", "norm"):
+            assert first[key] == pytest.approx(other[key], rel=1e-5)

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from drjax._extras import needed
 from drjax.engines.slices.groups import Cursor, Source
 from drjax.engines.slices.slices import empty_slices
 
@@ -37,8 +38,9 @@ class ReadAhead:
       error: The error of a range that could not be read; None if there was none.
     """
 
-    def __init__(self, source: Source, raises: bool):
+    def __init__(self, source: Source, raises: bool, progress: bool = False):
         self._source, self._raises = source, raises
+        self._bar = _progress_bar(source.n) if progress else None
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "drjax-read-groups")
         # By range: what is read, and how many devices have yet to ask for it.
@@ -96,13 +98,24 @@ class ReadAhead:
     def close(self) -> None:
         """End the thread, once it has read what it is reading."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._bar is not None:
+            self._bar.close()
 
     def _read(self, low: int, high: int) -> list[np.ndarray]:
         cursor = self._open.pop(low, None) or Cursor(self._source, low)
         leaves = cursor.take(high - low)
+        if self._bar is not None:
+            if self._bar.n + high - low > self._source.n:  # the next pass
+                self._bar.reset()
+            self._bar.update(high - low)
         self._open[high] = cursor
         _drop_oldest(self._open)
         return leaves
+
+
+def _progress_bar(n: int) -> Any:
+    tqdm = needed("tqdm", "examples", "progress=True").tqdm
+    return tqdm(total=n, desc="groups read", unit="group", leave=False)
 
 
 def _drop_oldest(items: dict[Any, Any]) -> None:
