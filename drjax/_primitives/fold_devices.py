@@ -61,6 +61,9 @@ from drjax._sharding.layout import Layout, other_axes
 
 _SMALL = 128  # bytes of a state that is gathered in one message
 
+# Equations that derivatives write on a mesh, where no axis shards a state.
+_LAYOUTS = ("reshard", "sharding_constraint")
+
 # Equations that keep the order of the elements, but not the shape.
 _RESHAPES = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim")
 
@@ -88,6 +91,8 @@ def _acts_on_elements(eqn: Eqn) -> bool:
     if name in CALLS:
         inner = eqn.params[CALLS[name]]
         return not _compat.jaxpr_consts(inner) and is_pointwise(inner)
+    if name in _LAYOUTS:
+        return True
     if name in _RESHAPES:
         source, result = eqn.invars[0].aval, eqn.outvars[0].aval
         same = not source.shape or source.size == result.size
@@ -112,6 +117,8 @@ def _function_of_parts(jaxpr: ClosedJaxpr, m: int) -> Callable[..., list[Array]]
         name = eqn.primitive.name
         if name in CALLS:
             return evaluate(eqn.params[CALLS[name]], operands, of_part)
+        if name in _LAYOUTS:
+            return operands
         if name not in _RESHAPES:
             return None
         return [jnp.broadcast_to(operands[0], _width(eqn.outvars[0].aval, m))]

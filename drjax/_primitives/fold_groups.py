@@ -100,7 +100,6 @@ from drjax._primitives.map_columns import (
     WHOLE,
     Kinds,
     by_gather_and_scatter,
-    column_context,
     tangents_of_columns,
     trace_column,
 )
@@ -650,7 +649,7 @@ def _pullback(
     """
     n = len(derivative.in_avals) - _tangents_in(mode, n_states)
     linear = [i >= n for i in range(len(derivative.in_avals))]
-    with column_context(layout):
+    with group_context(layout):
         known, unknown, unknown_out, computed, forwarded = _compat.partial_eval_jaxpr(
             derivative, linear
         )
@@ -677,7 +676,7 @@ def _pullback(
         ]
 
     avals = [*derivative.in_avals[:n], *of_tangents]
-    with column_context(layout):
+    with group_context(layout):
         jaxpr, consts = _compat.trace_to_jaxpr(transposed, avals, "transposed")
     assert not consts, "the derivative's constants are operands"
     return jaxpr
