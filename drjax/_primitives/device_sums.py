@@ -93,17 +93,29 @@ def reduce_scatter(layout: Layout, x: Array, axis: int = 0) -> Array:
     It is called inside a `shard_map` over the partition's axes, on m devices; device j
     gets the j-th of m equal parts along `axis`, whose size is a multiple of m. JAX 0.12
     does not lower `psum_scatter` if the mesh has another axis that is Explicit; then it
-    is an all-to-all, and a sum on each device.
+    is an all-to-all, and a sum on each device. So it is for numbers of 64 bits and
+    complex ones on TPUs, whose compiler knows no reduce-scatter of them, or makes an
+    all-reduce of it.
     """
-    if not layout.other_explicit_axes:
+
+    def by_parts(x: Array) -> Array:
+        parts = lax.all_to_all(x, layout.axes, axis, axis, tiled=True)
+        before, after = x.shape[:axis], x.shape[axis + 1 :]
+        parts = parts.reshape(*before, layout.devices, -1, *after)
+        return jnp.sum(parts, axis=axis, dtype=accumulator(x.dtype)).astype(x.dtype)
+
+    def scattered(x: Array) -> Array:
         scatter = lambda x: (
             lax.psum_scatter(x, layout.axes, scatter_dimension=axis, tiled=True),
         )
         return sum_over_devices(layout, scatter, x)[0]
-    parts = lax.all_to_all(vary(x, layout.axes), layout.axes, axis, axis, tiled=True)
-    before, after = x.shape[:axis], x.shape[axis + 1 :]
-    parts = parts.reshape(*before, layout.devices, -1, *after)
-    return jnp.sum(parts, axis=axis, dtype=accumulator(x.dtype)).astype(x.dtype)
+
+    x = vary(x, layout.axes)
+    if layout.other_explicit_axes:
+        return by_parts(x)
+    if x.dtype.itemsize < 8:
+        return scattered(x)
+    return lax.platform_dependent(x, tpu=by_parts, default=scattered)
 
 
 def scattered_axis(

@@ -123,7 +123,8 @@ def across_devices(x: Array, axes: tuple[str, ...], largest: bool) -> Array:
     are in its order; for i < 0 (sign bit set) they are in reverse, and i ^ max, which
     flips all bits but the sign, restores it.
     """
-    collective, x = lax.pmax if largest else lax.pmin, vary(x, axes)
+    collective = functools.partial(_extremum_of_integers, largest=largest)
+    x = vary(x, axes)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return collective(x, axes)
     # 8-bit floats differ in their infinities and NaNs; float32 holds all their values.
@@ -137,6 +138,31 @@ def across_devices(x: Array, axes: tuple[str, ...], largest: bool) -> Array:
     order = flip(lax.bitcast_convert_type(x, bits))
     order = collective(jnp.where(jnp.isnan(x), jnp.asarray(nan, bits), order), axes)
     return lax.bitcast_convert_type(flip(order), x.dtype).astype(dtype)
+
+
+def _extremum_of_integers(x: Array, axes: tuple[str, ...], largest: bool) -> Array:
+    """Compute the maximum or minimum of integers or bools over mesh axes."""
+    collective = lax.pmax if largest else lax.pmin
+    whole = lambda x: collective(x, axes)
+    if x.dtype.itemsize < 8:
+        return whole(x)
+    halves = lambda x: by_halves(x, axes, largest)
+    return lax.platform_dependent(x, tpu=halves, default=whole)
+
+
+def by_halves(x: Array, axes: tuple[str, ...], largest: bool) -> Array:
+    """Compute the maximum or minimum of 64-bit integers by those of 32 bits.
+
+    For TPUs, which compare no 64-bit numbers in an all-reduce: that of the high halves
+    first, and then of the low halves where the high one is the extremum.
+    """
+    collective = lax.pmax if largest else lax.pmin
+    high = (x >> 32).astype(jnp.dtype(x.dtype.name.replace("64", "32")))
+    low = (x & 0xFFFFFFFF).astype(jnp.uint32)
+    first = collective(high, axes)
+    loses = jnp.uint32(0 if largest else 0xFFFFFFFF)
+    second = collective(jnp.where(vary(first, axes) == high, low, loses), axes)
+    return (first.astype(x.dtype) << 32) | second.astype(x.dtype)
 
 
 def lowest(dtype: DTypeLike) -> Any:

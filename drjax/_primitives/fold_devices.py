@@ -47,6 +47,7 @@ from drjax._jaxprs.elementwise import ELEMENTWISE
 from drjax._jaxprs.eval_jaxpr import as_arrays, evaluate
 from drjax._jaxprs.prng_keys import on_raw
 from drjax._jaxprs.walk import CALLS
+from drjax._primitives.device_sums import reduce_scatter
 from drjax._primitives.fold_trees import (
     COLUMNS,
     GATHERED,
@@ -225,7 +226,7 @@ class Columns:
         padding = [(0, m - parts.shape[0]), *[(0, 0)] * (parts.ndim - 1)]
         parts = jnp.pad(parts, padding)
         if self.is_scalar(i):
-            return lax.psum_scatter(parts, axes, tiled=True)
+            return reduce_scatter(self.layout, parts)
         return self._joined(i, lax.all_to_all(parts, axes, 0, 0, tiled=True))[None]
 
     def own(self, i: int, x: Array, padding: str = "edge") -> Array:

@@ -53,6 +53,48 @@ def typed(mesh, tree, specs):
 
 
 # ---------------------------------------------------------------------------------
+# Numbers that a TPU emulates, or of which it has no collective
+
+WIDE = {
+    "sum": lambda x, i: drjax.reduce_sum(x),
+    "sharded sum": lambda x, i: drjax.reduce_sum(x, result="sharded"),
+    "max": lambda x, i: drjax.reduce_max(x),
+    "argmin": lambda x, i: drjax.reduce_argmin(x),
+    "take": drjax.take,
+    "put": lambda x, i: drjax.put(x, i),
+    "add": lambda x, i: drjax.put(x, i, add=True),
+    "fold": lambda x, i: drjax.reduce(lambda a, b: a + b - a * b, x, 0),
+    "gradient of a fold": lambda x, i: jax.grad(
+        lambda x: drjax.reduce(lambda a, b: a + b - a * b, x, 0).sum()
+    )(x),
+}
+
+
+ORDERED, ADDED = ("max", "argmin"), ("sum", "sharded sum", "take", "put", "add", "fold")
+WIDE_TYPES = [
+    *((name, "float64") for name in WIDE),
+    *((name, dtype) for name in ORDERED + ADDED for dtype in ("int64", "uint64")),
+    *((name, dtype) for name in ADDED for dtype in ("complex64", "complex128")),
+]
+
+
+class TestWideNumbers:
+    pytestmark = on_tpus
+
+    @pytest.mark.parametrize(("name", "dtype"), WIDE_TYPES)
+    def test_each_block_compiles(self, name, dtype):
+        mesh, n = tpu_mesh({"clients": 8}), 16
+        with jax.enable_x64(True), jax.set_mesh(mesh):
+            args = typed(
+                mesh,
+                (jax.ShapeDtypeStruct((n, 40), dtype), jax.ShapeDtypeStruct((n,), int)),
+                (P("clients"), P()),
+            )
+            run = drjax.program(clients=n)(WIDE[name])
+            assert jax.jit(run).lower(*args).compile()
+
+
+# ---------------------------------------------------------------------------------
 # A round of training
 
 
