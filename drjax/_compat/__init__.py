@@ -6,6 +6,7 @@
     jaxprs            tracing, and transformations of jaxprs and equations
     rule_registries   how a primitive's rules are registered
     retype_mesh       jaxprs on another mesh
+    propagation       how the compiler propagates shardings
     error_texts       what errors are about that have no class of their own
     symbolic_size     a number of groups that is not known
     checkify_rules    what `jax.experimental.checkify` keeps for itself
@@ -79,8 +80,12 @@ from drjax._compat.jaxprs import with_results as with_results
 from drjax._compat.jaxprs import without_consts as without_consts
 from drjax._compat.jaxprs import without_dead_code as without_dead_code
 from drjax._compat.jaxprs import without_name as without_name
+from drjax._compat.propagation import devices_of_shard_map as devices_of_shard_map
+from drjax._compat.propagation import forward_only as forward_only
+from drjax._compat.propagation import unrelated as unrelated
 from drjax._compat.rule_registries import call_host as call_host
 from drjax._compat.rule_registries import current_block as current_block
+from drjax._compat.rule_registries import emit_jaxpr as emit_jaxpr
 from drjax._compat.rule_registries import (
     lower_cached_function as lower_cached_function,
 )

@@ -334,11 +334,18 @@ def lower_cached_function(
     jaxpr = _trace_once(fn, aval, tuple(sorted(params.items())))
     if jaxpr_consts(jaxpr) or jaxpr.effects:
         return lower_function(ctx, jaxpr_as_fun(jaxpr), [operand], True)
+    return emit_jaxpr(ctx, jaxpr, [value])
+
+
+def emit_jaxpr(
+    ctx: mlir.LoweringRuleContext, jaxpr: ClosedJaxpr, values: Sequence[Any]
+) -> Sequence[Any]:
+    """Emit the code of a jaxpr without constants and ordered effects."""
     module = ctx.module_context
     if ctx.platforms is not None:
         module = module.replace(platforms=ctx.platforms)
     outs, _ = mlir.jaxpr_subcomp(
-        module, open_jaxpr(jaxpr), ctx.name_stack, ctx.tokens_in, [], value,
+        module, open_jaxpr(jaxpr), ctx.name_stack, ctx.tokens_in, [], *values,
         dim_var_values=ctx.dim_var_values, const_lowering=ctx.const_lowering,
         outer_traceback=None,
     )  # fmt: skip

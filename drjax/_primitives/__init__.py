@@ -7,6 +7,7 @@ dispatch_cache      lets equal jaxprs share one executable
 lowered_equations   what lowering rules know of earlier equations, to merge them
 partial_reduction   a reduction over two levels of groups as one collective
 wire_codes          numbers as bytes of few bits, and back
+between_slices      collectives that the devices inside a TPU slice divide
 device_sums         sums over devices: whole, divided or encoded
 collectives         broadcast, reduce_sum, reduce_mean, gather, scatter
 moves               take, put_add, permute: slices between groups

@@ -49,6 +49,7 @@ from drjax._jaxprs.prng_keys import is_key, on_raw
 from drjax._partition import Partition
 from drjax._plan.wire import Wire
 from drjax._primitives import partial_reduction, registration
+from drjax._primitives.between_slices import all_gather, divided_inside_slices
 from drjax._primitives.device_sums import (
     LOW_PRECISION,
     accumulator,
@@ -174,6 +175,12 @@ def _local_sum(
         total = jnp.sum(layout.mask_padding(x, indices, 0), axis=0, dtype=wide)
     total = total if scale is None else total * scale
     return total.astype(x.dtype) if rounded else total
+
+
+def _psum_over_levels(x: Array, axes: tuple[str, ...]) -> Array:
+    """Sum the devices' values over the mesh axes of several levels."""
+    add = lambda x: [lax.psum(vary(x, axes), axes)]
+    return divided_inside_slices(axes, add, [x])[0]
 
 
 def execute_reduce_sum(
@@ -415,10 +422,7 @@ def execute_gather(
         return _all_to_all(layout, x, axis + 1)
 
     def gathered(x: DeviceArray) -> Array:
-        # All devices have the same result. With VMA checking the type must say so, as
-        # the result is a global value; without it JAX has one type only.
-        to = "invarying" if _compat.check_vma() else "varying"
-        x = lax.all_gather(vary(x, layout.axes), layout.axes, tiled=True, to=to)
+        x = all_gather(layout, x)
         return lax.slice_in_dim(x, 0, partition.size)  # without the padding
 
     def body(x: DeviceArray) -> list[Array]:
@@ -591,7 +595,7 @@ partial_reduction.register_merging(
     reduce_sum_p,
     partial_reduction.Merging(
         _local_sum,
-        lambda y, axes: lax.psum(vary(y, axes), axes),
+        _psum_over_levels,
         np.add,
         lambda dtype: 0,
     ),

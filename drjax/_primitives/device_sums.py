@@ -16,8 +16,9 @@ code (1/254 of the block's maximum for int8), the error of a number is at most
 
 Invariants: a result without a scattered axis is the same on all devices, and does not
 vary by its type. Values are the same without a mesh, but for rounding.
-Sharp edges: encoded values are flattened, which gathers them over mesh axes that are
-not the partition's. JAX 0.12 lowers no reduce-scatter where such an axis is Explicit.
+Sharp edges: encoded values are flattened, which gathers them over Auto mesh axes that
+are not the partition's; so are those of a reduce-scatter between TPU slices. JAX 0.12
+lowers no reduce-scatter where such an axis is Explicit.
 """
 
 import functools
@@ -29,9 +30,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from drjax import _compat
 from drjax._compat.types import Array
 from drjax._plan.wire import Wire
+from drjax._primitives.between_slices import (
+    after_arrival,
+    by_network,
+    count_of,
+    divide,
+    divided_inside_slices,
+    on_parts,
+    same,
+)
 from drjax._primitives.wire_codes import decode, encode
 from drjax._sharding.execute import on_own_shards, vary
 from drjax._sharding.layout import Layout
@@ -56,7 +65,9 @@ def psum(layout: Layout, *xs: Array) -> Sequence[Array]:
     """
     if not layout.axes:
         return xs
-    return sum_over_devices(layout, lambda *xs: lax.psum(xs, layout.axes), *xs)
+    add = lambda *xs: lax.psum(xs, layout.axes)
+    total = functools.partial(sum_over_devices, layout, add)
+    return divided_inside_slices(layout.axes, total, xs)
 
 
 def sum_over_devices(
@@ -104,18 +115,21 @@ def reduce_scatter(layout: Layout, x: Array, axis: int = 0) -> Array:
         parts = parts.reshape(*before, layout.devices, -1, *after)
         return jnp.sum(parts, axis=axis, dtype=accumulator(x.dtype)).astype(x.dtype)
 
-    def scattered(x: Array) -> Array:
-        scatter = lambda x: (
-            lax.psum_scatter(x, layout.axes, scatter_dimension=axis, tiled=True),
-        )
-        return sum_over_devices(layout, scatter, x)[0]
-
+    scattered = functools.partial(_psum_scatter, layout, axis=axis)
     x = vary(x, layout.axes)
     if layout.other_explicit_axes:
         return by_parts(x)
     if x.dtype.itemsize < 8:
         return scattered(x)
     return lax.platform_dependent(x, tpu=by_parts, default=scattered)
+
+
+def _psum_scatter(layout: Layout, x: Array, axis: int) -> Array:
+    """Run `lax.psum_scatter` over the partition's devices."""
+    scatter = lambda x: (
+        lax.psum_scatter(x, layout.axes, scatter_dimension=axis, tiled=True),
+    )
+    return sum_over_devices(layout, scatter, x)[0]
 
 
 def scattered_axis(
@@ -162,27 +176,48 @@ def add_devices(
         return results
     plain: list[int] = []
     encoded: dict[Wire, list[int]] = {}
+    scattered: dict[Any, list[int]] = {}
     for i, (wire, axis) in enumerate(zip(wires, axes, strict=True)):
         if layout.devices == 1 or (wire is None and axis is None):
             plain.append(i)
         elif wire is not None:
             encoded.setdefault(wire, []).append(i)
-        elif axis is not None:
-            results[i] = reduce_scatter(layout, xs[i], axis)
+        else:
+            scattered.setdefault(xs[i].dtype, []).append(i)
     if plain:
         for i, y in zip(plain, psum(layout, *(xs[i] for i in plain)), strict=True):
             results[i] = y
-    for wire, members in encoded.items():
+    for wire, members in (
+        *encoded.items(),
+        *((None, members) for members in scattered.values()),
+    ):
         values, divided = ([ys[i] for i in members] for ys in (xs, axes))
-        add = functools.partial(_add_encoded, layout, wire, divided)
-        sums = on_own_shards(layout, add, values)
+        one_way = _scatter_each if wire is None else _add_encoded_shards
+        add = functools.partial(one_way, layout, wire, divided)
+        parts = functools.partial(_add_parts, layout, wire, divided)
+        sums = by_network(layout.axes, add, parts, values)
         for i, y in zip(members, sums, strict=True):
             results[i] = y
     return results
 
 
+def _scatter_each(
+    layout: Layout, wire: None, axes: Sequence[Any], *xs: Array
+) -> list[Array]:
+    """Sum each value over the devices, of which each keeps its part along an axis."""
+    return [reduce_scatter(layout, x, axis) for x, axis in zip(xs, axes, strict=True)]
+
+
+def _add_encoded_shards(
+    layout: Layout, wire: Wire, axes: Sequence[int | None], *xs: Array
+) -> list[Array]:
+    """Run `_add_encoded` on a device's own shards of what Explicit axes shard."""
+    add = functools.partial(_add_encoded, layout, wire, axes)
+    return on_own_shards(layout, add, list(xs))
+
+
 def _add_encoded(
-    layout: Layout, wire: Wire, axes: list, xs: list[Array]
+    layout: Layout, wire: Wire, axes: Sequence[int | None], xs: list[Array]
 ) -> list[Array]:
     """Sum floats over the devices: encoded, in one all-to-all and one all-gather.
 
@@ -194,15 +229,13 @@ def _add_encoded(
     m = layout.devices
     # Part j of each `[m, c]` has the numbers that device j adds up.
     parts = [_divide(x, axis, m, wire) for x, axis in zip(xs, axes, strict=True)]
-    sent = encode(jnp.concatenate(parts, axis=1), wire)
-    received = lax.all_to_all(vary(sent, layout.axes), layout.axes, 0, 0, tiled=True)
-    total = jnp.sum(decode(received, wire), axis=0)
+    total = _sum_of_codes(layout, wire, jnp.concatenate(parts, axis=1))
     sums = _split(total, [part.shape[1] for part in parts])
     # Those that each device needs whole are encoded again.
     whole = [i for i, axis in enumerate(axes) if axis is None]
     if whole:
         own = encode(jnp.concatenate([sums[i] for i in whole]), wire)
-        every = decode(_all_gather_bytes(layout, own), wire)
+        every = decode(_all_gather_bytes(layout.axes, own), wire)
         gathered = _split(every, [parts[i].shape[1] for i in whole])
         for i, x in zip(whole, gathered, strict=True):
             sums[i] = x
@@ -212,15 +245,90 @@ def _add_encoded(
     ]
 
 
-def _all_gather_bytes(layout: Layout, x: Array) -> Array:
+def _add_parts(
+    layout: Layout,
+    wire: Wire | None,
+    axes: Sequence[int | None],
+    inside: tuple[str, ...],
+    *xs: Array,
+) -> Sequence[Array]:
+    """Sum values over the devices; the devices inside a slice divide what they send.
+
+    Without a `wire`, the sums are divided over the devices, too, by a reduce-scatter.
+    Explicit axes inside a slice divide the values themselves. Whether Auto axes do,
+    only the compiler knows, which does not divide these collectives. So the values are
+    flattened, as encoded ones are, and divided; and then gathered: codes of whole sums,
+    or this device's parts of sums.
+    """
+    if layout.other_explicit_axes:
+        return divide(lambda *xs: _add_whole(layout, wire, axes, xs), inside, xs, axes)
+    m, results = layout.devices, list(xs)
+    block = 1 if wire is None else wire.block
+    for whole in (True, False):
+        members = [i for i, axis in enumerate(axes) if (axis is None) == whole]
+        if not members:
+            continue
+        parts = [_divide(xs[i], axes[i], m, wire) for i in members]
+        joined = jnp.concatenate(parts, axis=1)
+        size = block * count_of(inside)
+        joined = jnp.pad(joined, ((0, 0), (0, -joined.shape[1] % size)))
+        add = functools.partial(_add_columns, layout, wire, whole, inside)
+        total = on_parts(inside, add, joined, 1)
+        sizes = [part.shape[1] for part in parts]
+        sums = _split(total[..., : sum(sizes)], sizes)
+        for i, y in zip(members, sums, strict=True):
+            results[i] = _undivide(y, xs[i], axes[i], m).astype(xs[i].dtype)
+    return results
+
+
+def _add_whole(
+    layout: Layout,
+    wire: Wire | None,
+    axes: Sequence[Any],
+    xs: Sequence[Array],
+) -> list[Array]:
+    """Sum values over the devices in code in which no axis is Explicit."""
+    if wire is not None:
+        return _add_encoded(layout, wire, axes, list(xs))
+    pairs = zip(xs, axes, strict=True)
+    return [_psum_scatter(layout, x, axis) for x, axis in pairs]
+
+
+def _add_columns(
+    layout: Layout, wire: Wire | None, whole: bool, inside: tuple[str, ...], x: Array
+) -> Array:
+    """Sum a device's columns of `[m, c]`, and gather those of its slice.
+
+    Row j has what device j of m adds up: its sums are `[c]`, and all of them `[m, c]`.
+    """
+    if wire is None:
+        total = reduce_scatter(layout, x)[0]
+    else:
+        total = _sum_of_codes(layout, wire, x)
+    if wire is None or not whole:
+        gather = lambda x: [lax.all_gather(x, inside, tiled=True, to=same())]
+        return after_arrival(gather, total)[0]
+    of_devices = _all_gather_bytes(layout.axes, encode(total, wire))
+    gather = lambda x: [_all_gather_bytes(inside, x)]
+    (of_slice,) = after_arrival(gather, of_devices.reshape(-1))
+    sums = decode(of_slice.reshape(-1, *of_devices.shape), wire)
+    return jnp.moveaxis(sums, 0, 1).reshape(len(x), -1)
+
+
+def _sum_of_codes(layout: Layout, wire: Wire, x: Array) -> Array:
+    """Send row j of float32 `[m, c]` to device j, encoded, which adds up its rows."""
+    sent = vary(encode(x, wire), layout.axes)
+    received = lax.all_to_all(sent, layout.axes, 0, 0, tiled=True)
+    return jnp.sum(decode(received, wire), axis=0)
+
+
+def _all_gather_bytes(axes: tuple[str, ...], x: Array) -> Array:
     """All-gather bytes: from uint8 `[k]` on each of m devices to `[m, k]` on all.
 
     XLA makes an all-reduce, of twice the traffic, of an all-gather whose parts are no
     whole tiles on a TPU. So parts are padded to tiles there.
     """
-    # With VMA checking, the type says that all devices have the same result.
-    to = "invarying" if _compat.check_vma() else "varying"
-    gather = lambda x: lax.all_gather(x, layout.axes, to=to)
+    gather = lambda x: lax.all_gather(x, axes, to=same())
     size = x.shape[0]
     padding = -size % _TPU_TILE
     if not padding:
@@ -234,14 +342,14 @@ def _split(x: Array, sizes: Sequence[int]) -> list[Array]:
     return jnp.split(x, list(itertools.accumulate(sizes))[:-1], axis=-1)
 
 
-def _divide(x: Array, axis: int | None, m: int, wire: Wire) -> Array:
+def _divide(x: Array, axis: int | None, m: int, wire: Wire | None) -> Array:
     """Cut a value into m parts, of which device j of m will add up the j-th.
 
     The value `[*s]` is cut along an axis, whose size is a multiple of m; None: it is
-    flattened, and cut. The result is float32 `[m, c]`: each part is flat, and padded
-    with zeros to a whole number of the encoding's blocks.
+    flattened, and cut. The result is `[m, c]`: each part is flat; to be encoded, it is
+    float32, and padded with zeros to a whole number of the encoding's blocks.
     """
-    x = x.astype(jnp.float32)
+    x = x if wire is None else x.astype(jnp.float32)
     if axis is None:
         width = _whole_blocks(-(-x.size // m), wire)
         return jnp.pad(x.reshape(-1), (0, m * width - x.size)).reshape(m, width)
@@ -250,9 +358,10 @@ def _divide(x: Array, axis: int | None, m: int, wire: Wire) -> Array:
     return jnp.pad(parts, ((0, 0), (0, width - parts.shape[1])))
 
 
-def _whole_blocks(count: int, wire: Wire) -> int:
+def _whole_blocks(count: int, wire: Wire | None) -> int:
     """Round a number of elements up to a multiple of the encoding's block size."""
-    return -(-count // wire.block) * wire.block
+    block = 1 if wire is None else wire.block
+    return -(-count // block) * block
 
 
 def _undivide(sums: Array, x: Array, axis: int | None, m: int) -> Array:
@@ -260,7 +369,7 @@ def _undivide(sums: Array, x: Array, axis: int | None, m: int) -> Array:
 
     `x` is the value that was divided; only its shape `[*s]` is read. With an axis,
     `sums` is `[c]`, of this device's part, and so is the result: `[*s]` but an m-th
-    along the axis. Else `sums` is `[m, c]`, and the result `[*s]`; both are float32.
+    along the axis. Else `sums` is `[m, c]`, and the result `[*s]`.
     """
     if axis is None:
         return sums.reshape(-1)[: x.size].reshape(x.shape)

@@ -40,6 +40,7 @@ from drjax._compat.types import (
 )
 from drjax._partition import Partition
 from drjax._primitives import partial_reduction, registration
+from drjax._primitives.between_slices import divided_inside_slices
 from drjax._primitives.collectives import broadcast_p, reduce_sum_p
 from drjax._primitives.lowered_equations import MlirValue
 from drjax._primitives.map_fn import map_slices
@@ -123,8 +124,13 @@ def across_devices(x: Array, axes: tuple[str, ...], largest: bool) -> Array:
     are in its order; for i < 0 (sign bit set) they are in reverse, and i ^ max, which
     flips all bits but the sign, restores it.
     """
+    run = lambda x: [_across_devices(vary(x, axes), axes, largest)]
+    return divided_inside_slices(axes, run, [x])[0]
+
+
+def _across_devices(x: Array, axes: tuple[str, ...], largest: bool) -> Array:
+    """Do as `across_devices`, with the whole value."""
     collective = functools.partial(_extremum_of_integers, largest=largest)
-    x = vary(x, axes)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return collective(x, axes)
     # 8-bit floats differ in their infinities and NaNs; float32 holds all their values.

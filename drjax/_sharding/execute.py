@@ -251,8 +251,16 @@ def on_own_shards(
     list of arrays, of which each result is sharded as the value in its place; so it may
     reshape values, which JAX's types do not allow where Explicit axes shard them.
     """
-    if not layout.other_explicit_axes:
-        return fn(xs)
+    return on_explicit_shards(fn, xs) if layout.other_explicit_axes else fn(xs)
+
+
+def on_explicit_shards(
+    fn: Callable[[list[Any]], list[Array]], xs: list[Any]
+) -> list[Array]:
+    """Run a function on a device's own shards of values on a mesh with Explicit axes.
+
+    `fn` and its results are as those of `on_own_shards`.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     specs = tuple(_compat.typeof(x).sharding.spec for x in xs)
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)

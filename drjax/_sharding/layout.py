@@ -25,10 +25,11 @@ Sharp edges:
 import functools
 import logging
 from dataclasses import dataclass
-from typing import TypeAlias, TypedDict
+from typing import Any, TypeAlias, TypedDict
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -88,6 +89,29 @@ def slices_of_devices(
             known = all(hasattr(x, "slice_index") for x in devices)
             return tuple(x.slice_index for x in devices) if known else ()
     return ()
+
+
+@functools.lru_cache(maxsize=256)
+def axes_inside_slices(mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the mesh axes inside slices if `axes` go from slice to slice, else ().
+
+    A slice is a set of devices with a fast network: a TPU slice, or the devices of one
+    process if these know of no slices.
+    """
+    slices = np.vectorize(_slice_of, otypes=[object])(mesh.devices)
+    between = {
+        axis
+        for i, axis in enumerate(mesh.axis_names)
+        if (slices != slices.take([0], axis=i)).any()
+    }
+    if between.isdisjoint(axes):
+        return ()
+    return tuple(axis for axis in mesh.axis_names if axis not in between.union(axes))
+
+
+def _slice_of(device: jax.Device) -> Any:
+    """Return what is equal for the devices of a slice."""
+    return getattr(device, "slice_index", device.process_index)
 
 
 def _check_is_mesh(mesh: object) -> None:

@@ -5,7 +5,11 @@ import functools
 from typing import Any
 
 import jax
+import pytest
 from jax.sharding import AxisType
+
+from drjax._primitives import between_slices
+from drjax._sharding import layout
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
@@ -25,6 +29,20 @@ def make_mesh(shape: dict[str, int], kind: Any = AUTO) -> jax.sharding.Mesh:
 def in_mesh(mesh: jax.sharding.Mesh | None):
     """The context of a mesh, or without one."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+@contextlib.contextmanager
+def in_slices(size: int):
+    """So many consecutive devices are a TPU slice, and no value is too small."""
+    forget = layout.axes_inside_slices.cache_clear, jax.clear_caches
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "_slice_of", lambda device: device.id // size)
+        patch.setattr(between_slices, "SMALL", 1)
+        for each in forget:
+            each()
+        yield
+    for each in forget:
+        each()
 
 
 def in_mesh_of(shape: dict[str, int] | None):

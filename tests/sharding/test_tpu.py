@@ -145,6 +145,12 @@ class TestRounds:
         assert total.result_bytes == update_bytes(mesh, dtype)
 
 
+SPECS_INSIDE = [
+    (None, None), ("fsdp", None), (None, "fsdp"), ("tensor", None), (None, "tensor"),
+    ("fsdp", "tensor"), ("tensor", "fsdp"), (("fsdp", "tensor"), None),
+]  # fmt: skip
+
+
 class TestSlices:
     """The report of a program whose groups are TPU slices."""
 
@@ -165,8 +171,26 @@ class TestSlices:
         kinds = ["all-reduce"] if wire is None else ["all-to-all", "all-gather"]
         assert report.devices == 8 and [c.kind for c in sent] == kinds
         assert {(c.axes, c.devices) for c in sent} == {(("clients",), 2)}
-        if wire is None:
-            assert report.by_axes[("clients",)].bytes == 64 * 256 * 4
+        if wire is None:  # the chips of a slice divide it
+            assert report.by_axes[("clients",)].bytes == 64 * 256 * 4 // 4
+
+    @pytest.mark.parametrize("jit", [jax.jit, drjax.jit])
+    @pytest.mark.parametrize("spec", SPECS_INSIDE, ids=str)
+    def test_idle_axes_divide_what_is_sent(self, spec, jit):
+        """In whatever dimension other axes shard the value, without moving it."""
+        mesh = tpu_mesh({"clients": 2, "fsdp": 2, "tensor": 2}, slices=2)
+        shape = jax.ShapeDtypeStruct((2, 512, 512), jnp.float32)
+        x = typed(mesh, shape, P("clients", *spec))
+        mean = drjax.program(clients=2)(drjax.reduce_mean)
+        with jax.set_mesh(mesh):
+            report = drjax.collectives(jit(mean))(x)
+        reduced, *gathered = report.collectives
+        assert reduced.between_slices and reduced.result_bytes == 512 * 512 * 4 // 4
+        used = {axis for axis in mesh.axis_names if axis in str(spec)}
+        idle = tuple(axis for axis in ("fsdp", "tensor") if axis not in used)
+        assert [(c.kind, c.axes) for c in gathered] == [("all-gather", idle)][
+            : len(idle)
+        ]
 
 
 N = 16
