@@ -49,10 +49,12 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | Path, keep: int = 2):
-        self._ocp = needed("orbax.checkpoint", "examples", "diloco.Checkpoints")
-        options = self._ocp.CheckpointManagerOptions(max_to_keep=keep)
-        path = Path(folder).resolve()
-        self._manager = self._ocp.CheckpointManager(path, options=options)
+        ocp = needed("orbax.checkpoint", "examples", "diloco.Checkpoints")
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep)
+        json, standard = ocp.JsonCheckpointHandler(), ocp.StandardCheckpointHandler()
+        keywords = dict(item_handlers=dict(state=standard, about=json), options=options)
+        self._manager = ocp.CheckpointManager(Path(folder).resolve(), **keywords)
+        self._args = ocp.args
 
     def save(self, rounds: int, state: State, metadata: Any = None) -> None:
         """Start to write a checkpoint.
@@ -62,7 +64,7 @@ class Checkpoints:
           state: The state after them. Its arrays may be donated to the next round.
           metadata: What JSON can hold: settings, history, the position in the data.
         """
-        args = self._ocp.args
+        args = self._args
         state_, metadata = args.StandardSave(_by_path(state)), args.JsonSave([metadata])
         self._manager.save(rounds, args=args.Composite(state=state_, about=metadata))
 
@@ -83,7 +85,7 @@ class Checkpoints:
             or of another outer optimizer.
         """
         self._manager.wait_until_finished()
-        rounds, args = self._manager.latest_step(), self._ocp.args
+        rounds, args = self._manager.latest_step(), self._args
         if rounds is None:
             return 0, like, None
         item = self._manager.item_metadata(rounds)["state"]

@@ -315,8 +315,8 @@ class Round:
         wrong = [f"batches{x}: {y}" for x, y in shapes.items() if y[:2] != (k, H)]
         if wrong or not H:
             raise DrjaxValueError(
-                "A round of diloco needs batches [k, H, ...], of H steps of each of k = "
-                f"{k} workers, got {', '.join(wrong) or 'none'}."
+                "A round of diloco needs batches [k, H, ...], of H steps of each of "
+                f"k = {k} workers, got {', '.join(wrong) or 'none'}."
             )
         if P > H or self.delay > H // P:
             raise DrjaxValueError(

@@ -63,9 +63,12 @@ class State:
 
 
 def is_array(x: object) -> bool:
-    """Whether a leaf is data: bools of Python are settings, as of `eqx.nn.Dropout`."""
+    """Whether a leaf is data: so is Python's int, as the step of Flax's TrainState.
+
+    Other values of Python are settings, as those of `eqx.nn.Dropout`.
+    """
     data = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
-    return isinstance(x, data) or type(x) in (int, float, complex)
+    return isinstance(x, data) or type(x) is int
 
 
 def is_float(x: Any) -> bool:

@@ -1,0 +1,200 @@
+"""`drjax.contrib.diloco` around steps of Flax and Equinox, and in a whole trainer.
+
+Covers: drjax.contrib.diloco.train_state.
+"""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from flax.training import train_state
+
+from drjax.contrib import diloco
+from tests.helpers.meshes import in_mesh, make_mesh
+
+K, H, ROUNDS, RATE = 4, 3, 2, 0.05
+X = np.random.default_rng(0).normal(size=(ROUNDS, K, H, 8, 4)).astype(np.float32)
+BATCHES = X, np.sin(X).sum(-1, keepdims=True)
+ADAM = optax.adam(RATE)
+
+
+@pytest.fixture(autouse=True)
+def rank_promotion_of_optax():
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def of_nnx():
+    """With dropout, whose keys are typed and whose counts are no floats."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.hidden = nnx.Linear(4, 16, rngs=rngs)
+            self.out = nnx.Linear(16, 1, rngs=rngs)
+            self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+        def __call__(self, x):
+            return self.out(self.dropout(jnp.tanh(self.hidden(x))))
+
+    model = Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
+    graph, params, rest = nnx.split((model, optimizer), nnx.Param, ...)
+
+    def step(state, batch):
+        model, optimizer = nnx.merge(graph, state["params"], state["rest"])
+        loss = lambda model: jnp.mean((model(batch[0]) - batch[1]) ** 2)
+        value, grads = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, grads)
+        _, params, rest = nnx.split((model, optimizer), nnx.Param, ...)
+        return {"params": params, "rest": rest}, {"loss": value}
+
+    return step, {"params": params, "rest": rest}, {}
+
+
+def of_nnx_state():
+    """One state of all, from which a filter selects the parameters."""
+    step, state, _ = of_nnx()
+    whole = nnx.merge_state(state["params"], state["rest"])
+    rest = nnx.filterlib.Not(nnx.Param)
+
+    def of_whole(whole, batch):
+        parts = {"params": nnx.Param, "rest": rest}
+        state = {x: nnx.filter_state(whole, y) for x, y in parts.items()}
+        state, metrics = step(state, batch)
+        return nnx.merge_state(state["params"], state["rest"]), metrics
+
+    return of_whole, whole, {"params": lambda x: nnx.filter_state(x, nnx.Param)}
+
+
+def of_linen():
+    net = linen.Sequential([linen.Dense(16), jnp.tanh, linen.Dense(1)])
+    params = net.init(jax.random.key(0), X[0, 0, 0])
+    state = train_state.TrainState.create(apply_fn=net.apply, params=params, tx=ADAM)
+
+    def step(state, batch):
+        error = lambda params: state.apply_fn(params, batch[0]) - batch[1]
+        loss = lambda params: jnp.mean(error(params) ** 2)
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": value}
+
+    return step, state, {}
+
+
+def of_equinox():
+    """The model is in the state as it is, with its functions and Python's numbers."""
+
+    class Model(eqx.Module):
+        mlp: eqx.nn.MLP
+        dropout: eqx.nn.Dropout
+
+        def __call__(self, x, key):
+            return self.mlp(self.dropout(x, key=key))
+
+    key = jax.random.key(0)
+    mlp = eqx.nn.MLP(4, 1, 16, 1, jnp.tanh, key=key)
+    model = Model(mlp, eqx.nn.Dropout(0.1))
+    opt = ADAM.init(eqx.filter(model, eqx.is_inexact_array))
+
+    def step(state, batch):
+        model, opt, key = state
+
+        def loss(model):
+            keys = jax.random.split(key, len(batch[0]))
+            return jnp.mean((jax.vmap(model)(batch[0], keys) - batch[1]) ** 2)
+
+        value, grads = eqx.filter_value_and_grad(loss)(model)
+        updates, opt = ADAM.update(grads, opt)
+        model = eqx.apply_updates(model, updates)
+        return (model, opt, jax.random.fold_in(key, 0)), {"loss": value}
+
+    params = lambda state: eqx.filter(state[0], eqx.is_inexact_array)
+    return step, (model, opt, key), {"params": params}
+
+
+def of_arrays():
+    """All of the state is parameters: plain local SGD."""
+    params = [jnp.ones((4, 1)), jnp.zeros(1)]
+
+    def step(params, batch):
+        loss = lambda p: jnp.mean((batch[0] @ p[0] + p[1] - batch[1]) ** 2)
+        value, grads = jax.value_and_grad(loss)(params)
+        new = [x - RATE * g for x, g in zip(params, grads, strict=True)]
+        return new, {"loss": value}
+
+    return step, params, {"params": lambda state: state}
+
+
+TRAINERS = {
+    "nnx": of_nnx,
+    "nnx, one state": of_nnx_state,
+    "linen": of_linen,
+    "equinox": of_equinox,
+    "arrays": of_arrays,
+}
+
+
+def floats(tree: Any) -> list[np.ndarray]:
+    """The parameters of a tree, as NumPy arrays."""
+    leaves = jax.tree.leaves(eqx.filter(tree, eqx.is_inexact_array))
+    return [np.asarray(x) for x in leaves]
+
+
+def loop(step, state, params):
+    """Local SGD by hand: the user's own step, and a mean of parameters in NumPy."""
+    get = params or diloco.train_state.default_params
+    treedef = jax.tree.structure(state)
+    run = eqx.filter_jit(step)
+    fold = lambda x, i: (
+        jax.random.fold_in(x, i)
+        if eqx.is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        else x
+    )
+    workers = [jax.tree.map(lambda x, i=i: fold(x, i), state) for i in range(K)]
+    losses = np.zeros((ROUNDS, K, H))
+    for r in range(ROUNDS):
+        for i in range(K):
+            for t in range(H):
+                batch = tuple(jnp.asarray(x[r, i, t]) for x in BATCHES)
+                workers[i], metrics = run(workers[i], batch)
+                losses[r, i, t] = metrics["loss"]
+        each = [floats(get(worker)) for worker in workers]
+        mean = [np.mean(x, 0) for x in zip(*each, strict=True)]
+        for i, worker in enumerate(workers):
+            leaves = jax.tree.leaves(worker)
+            own = [
+                id(x) for x in jax.tree.leaves(get(worker)) if eqx.is_inexact_array(x)
+            ]
+            new = dict(zip(own, map(jnp.asarray, mean), strict=True))
+            workers[i] = treedef.unflatten([new.get(id(x), x) for x in leaves])
+    return mean, losses
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_any_train_step_is_local_sgd(name):
+    step, state, options = TRAINERS[name]()
+    expected, expected_losses = loop(step, state, options.get("params"))
+    round_ = diloco.Round(step, K, outer=optax.sgd(1.0), **options)
+    with in_mesh(make_mesh({"workers": 2})):
+        run, losses, state = jax.jit(round_), [], round_.init(state)
+        for r in range(ROUNDS):
+            state, metrics = run(state, tuple(jnp.asarray(x[r]) for x in BATCHES))
+            losses.append(metrics["loss"])
+        # Nothing changes type or place, and it is compiled once.
+        assert run._cache_size() == 1
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-4, atol=1e-5)
+    for x, y in zip(floats(state.params), expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_the_parameters_are_a_model_again():
+    step, state, options = of_equinox()
+    round_ = diloco.Round(step, K, **options)
+    params = round_.init(state).params
+    model = eqx.combine(params, state[0])
+    out = model(jnp.ones(4), jax.random.key(0))
+    np.testing.assert_array_equal(out, state[0](jnp.ones(4), jax.random.key(0)))
