@@ -1,7 +1,6 @@
 """A round of `drjax.contrib.diloco` against a loop over steps and workers.
 
-Covers: drjax.contrib.diloco.round, drjax.contrib.diloco.train_state,
-drjax.contrib.diloco.fragments, drjax.contrib.diloco.checkpoint.
+Covers: drjax.contrib.diloco.round.
 """
 
 from typing import Any
@@ -12,7 +11,10 @@ import numpy as np
 import optax
 import pytest
 
+import drjax
+from drjax.compiled import Report, read_hlo
 from drjax.contrib import diloco
+from tests.helpers.compiled import hlo_text
 from tests.helpers.meshes import in_mesh_of
 
 K, H, ROUNDS = 4, 6, 3
@@ -195,3 +197,273 @@ def test_rounds_are_a_loop_over_steps_and_workers(name, fragments):
     mesh = {"workers": 2} if fragments in ("one", "slices") else None
     state, losses = run(round_, mesh, **members)
     assert_is_loop(state, losses, parts, **settings, **members)
+
+
+# ---------------------------------------------------------------------------------
+# Devices
+
+
+def exact_step(state, batch):
+    """Sums of small integers: exact in any order."""
+    new = {name: x - batch for name, x in state["params"].items()}
+    return {"params": new, "seen": state["seen"] + 1}, {"norm": batch.sum()}
+
+
+@pytest.mark.parametrize("jit", [jax.jit, drjax.jit], ids=["jax.jit", "drjax.jit"])
+@pytest.mark.parametrize("name", ["one", "mixed", "away", "weighted"])
+def test_where_sums_are_exact_bits_do_not_depend_on_devices(name, jit):
+    settings: dict[str, Any] = {
+        "one": {},
+        "mixed": dict(fragments=2, delay=2, mixing=0.5),
+        "away": dict(fragments=2),
+        "weighted": dict(delay=1, drop_diverged=True),
+    }[name]
+    round_ = diloco.Round(exact_step, 8, outer=optax.sgd(0.5), **settings)
+    draw = np.random.default_rng(0).integers
+    batches = jnp.asarray(draw(-8, 8, (8, H, 4)).astype(np.float32))
+    members: dict[str, Any] = {
+        "away": dict(where=jnp.arange(8) % 2 == 0),
+        "weighted": dict(weights=jnp.array([1, 2, 0, 1, 2, 0, 1, 1])),
+    }.get(name, {})
+    states = []
+    for mesh in (None, {"workers": 1}, {"workers": 2}, {"workers": 8}):
+        with in_mesh_of(mesh):
+            params = {"a": jnp.zeros(4), "b": jnp.ones(4)}
+            state = round_.init({"params": params, "seen": 0})
+            for _ in range(2):
+                state, metrics = jit(round_)(state, batches, **members)
+            states.append(jax.device_get((state, metrics)))
+    for other in states[1:]:
+        jax.tree.map(np.testing.assert_array_equal, states[0], other)
+
+
+def test_temporary_memory_does_not_grow_with_the_workers_of_a_device():
+    def temporary(workers):
+        width, rows = 64, 16
+
+        def step(state, batch):
+            loss = lambda w: jnp.mean(jnp.tanh(batch @ w) ** 2)
+            value, grads = jax.value_and_grad(loss)(state["params"])
+            return {"params": state["params"] - 0.1 * grads}, value
+
+        round_ = diloco.Round(step, workers)
+        state = jax.eval_shape(round_.init, {"params": jnp.zeros((width, width))})
+        batches = jax.ShapeDtypeStruct((workers, H, rows, width), jnp.float32)
+        run = drjax.jit(round_, groups_per_step=1)
+        compiled = run.lower(state, batches).compile()
+        return Report.of(compiled).temp_bytes
+
+    few, many = temporary(2), temporary(64)
+    assert many < 1.2 * few
+
+
+def test_a_kernel_without_a_rule_of_vmap_runs_with_one_worker_on_a_device():
+    @jax.custom_batching.custom_vmap
+    def kernel(x):
+        return 2 * x
+
+    @kernel.def_vmap
+    def refuse(size, batched, x):
+        raise NotImplementedError("vmap of the kernel")
+
+    def step(state, batch):
+        return {"params": state["params"] - kernel(batch)}, kernel(batch)
+
+    settings: dict[str, Any] = dict(fragments=1, delay=1, mixing=0.5)
+    round_ = diloco.Round(step, 8, outer=optax.sgd(1.0), **settings)
+    batches, there = jnp.ones((8, H, 3)), jnp.arange(8) > 2
+    with in_mesh_of({"workers": 8}):
+        state = round_.init({"params": jnp.zeros(3)})
+        state, metrics = jax.jit(round_)(state, batches, there)
+    np.testing.assert_array_equal(state.params, np.full(3, -2.0 * (H - 1)))
+    assert metrics.shape == (8, H, 3)
+
+
+def test_a_fragment_is_reduced_once_and_nothing_else_is_sent():
+    parts = of_blocks(3, scanned="blocks", apart="embed")
+    round_ = diloco.Round(step, K, fragments=parts, delay=1, mixing=0.5)
+    with in_mesh_of({"workers": K}):
+        state = round_.init(first_state())
+        compiled = read_hlo(hlo_text(round_, state, jnp.asarray(BATCHES[0])))
+        plan = drjax.make_plan(round_)(state, jnp.asarray(BATCHES[0]))
+    assert {x.kind for x in compiled} == {"all-reduce"}
+    sizes = [part.bytes for part in parts.parts]
+    assert sorted(x.result_bytes for x in compiled) == sorted(sizes)
+    assert plan.communication(devices=K).reduced_per_device() == sum(sizes)
+
+
+def test_a_plan_of_a_round_computes_it():
+    round_ = diloco.Round(step, K, fragments=2, delay=1, mixing=0.5)
+    state = round_.init(first_state())
+    args = state, jnp.asarray(BATCHES[0]), jnp.array(AWAY[0])
+    plan = drjax.make_plan(round_)(*args)
+    got = jax.tree.leaves(drjax.backends.reference.compile(plan)(*args))
+    for x, y in zip(got, jax.tree.leaves(jax.jit(round_)(*args)), strict=True):
+        close(x, y)
+
+
+def test_a_round_has_a_derivative_by_what_the_outer_optimizer_closes_over():
+    @jax.jit
+    def loss(rate, mixing):
+        outer = optax.sgd(rate, momentum=0.9, nesterov=True)
+        options: Any = dict(outer=outer, fragments=2, delay=1, mixing=mixing)
+        round_ = diloco.Round(step, K, **options)
+        state = round_.init(first_state())
+        for batches in BATCHES[:2]:
+            state, metrics = round_(state, jnp.asarray(batches))
+        return metrics["loss"].mean()
+
+    at = 0.5, 0.25
+    slopes = jax.grad(loss, (0, 1))(*at)
+    for i, slope in enumerate(slopes):
+        step_by = lambda h, i=i: loss(*(x + h * (i == j) for j, x in enumerate(at)))
+        numeric = (step_by(1e-2) - step_by(-1e-2)) / 2e-2
+        np.testing.assert_allclose(slope, numeric, rtol=0.02)
+
+
+# ---------------------------------------------------------------------------------
+# Members
+
+
+def test_a_worker_that_diverges_does_not_count_and_returns():
+    """Its numbers are not finite in the second round only."""
+    round_ = diloco.Round(step, K, fragments=2, mixing=0.5, drop_diverged=True)
+    run, state = jax.jit(round_), round_.init(first_state())
+    broken = jnp.asarray(BATCHES[1]).at[2, 1].set(jnp.nan)
+    state, _ = run(state, jnp.asarray(BATCHES[0]))
+    after, metrics = run(state, broken)
+    # The first fragment was sent before it diverged, the second one after.
+    assert np.isnan(metrics["loss"][2, 1:]).all()
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(after.params))
+    own = lambda tree: jax.tree.map(lambda x: x[2], tree)
+    close(
+        own(after.workers["opt"])[0].mu["embed"],
+        own(state.workers["opt"])[0].mu["embed"],
+    )
+    for name in ("w", "b"):
+        close(
+            own(after.workers["params"])["blocks"][name], after.params["blocks"][name]
+        )
+    assert after.workers["params"]["calls"].tolist() == [2 * H, 2 * H, H, 2 * H]
+    _, metrics = run(after, jnp.asarray(BATCHES[2]))
+    assert np.isfinite(metrics["loss"]).all()
+
+
+def test_a_worker_without_weight_may_have_any_numbers():
+    round_ = diloco.Round(step, K)
+    batches = jnp.asarray(BATCHES[0]).at[1].set(jnp.nan)
+    weights = jnp.array([1.0, 0.0, 2.0, 1.0])
+    state, _ = jax.jit(round_)(round_.init(first_state()), batches, weights=weights)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
+
+
+# ---------------------------------------------------------------------------------
+# Special cases of the algorithm
+
+
+def test_h_of_one_and_sgd_is_data_parallel_training():
+    def step(params, batch):
+        loss = lambda w: jnp.mean((w @ batch - 1.0) ** 2)
+        return params - jax.grad(loss)(params), ()
+
+    outer, w = optax.adam(0.1), jnp.linspace(-1, 1, 10).reshape(2, 5)
+    round_ = diloco.Round(step, K, outer=outer, params=lambda state: state)
+    state, opt = round_.init(w), outer.init(w)
+    run = jax.jit(round_)
+    for t in range(4):
+        batches = jnp.asarray(BATCHES[0][:, t : t + 1])
+        state, _ = run(state, batches)
+        loss = lambda w, x=batches: jnp.mean((w @ x[:, 0].T - 1.0) ** 2)
+        updates, opt = outer.update(jax.grad(loss)(w), opt)
+        w = optax.apply_updates(w, updates)
+    close(state.params, w)
+
+
+# ---------------------------------------------------------------------------------
+# What cannot be
+
+
+ROUND = diloco.Round(step, K, fragments=2, delay=1)
+
+
+def refused(text, *args, error: Any = drjax.DrjaxValueError, round_=ROUND, **kwargs):
+    state = round_.init(first_state())
+    with pytest.raises(error, match=text):
+        jax.jit(round_)(state, *args, **kwargs)
+
+
+def test_batches_of_another_shape():
+    good = jnp.asarray(BATCHES[0])
+    refused(r"\[k, H, \.\.\.\], .* k = 4 .* got batches: \(3, 6, 5\)", good[:3])
+    refused(r"got batches\['y'\]: \(4,\)", {"x": good, "y": jnp.ones(4)})
+    refused(r"got batches\['y'\]: \(4, 5\)", {"x": good, "y": jnp.ones((4, 5))})
+    refused("got none", {})
+    refused("got none", good[:, :0])
+
+
+@pytest.mark.parametrize(
+    "settings", [dict(fragments=3, delay=3), dict(fragments=7), dict(delay=7)]
+)
+def test_a_delay_or_fragments_that_a_round_has_no_steps_for(settings):
+    parts = dict(fragments=2) | settings
+    if parts["fragments"] == 7:
+        parts["fragments"] = of_blocks(5, scanned="blocks")
+    round_ = diloco.Round(step, K, **parts)
+    batches = jnp.asarray(BATCHES[0][:, :4])
+    P = 5 if settings.get("fragments") == 7 else parts["fragments"]
+    refused(f"got H = 4, P = {P}", batches, round_=round_)
+
+
+def test_members_of_the_wrong_type_or_shape():
+    batches = jnp.asarray(BATCHES[0])
+    refused("where= to be bools", batches, jnp.ones(K), error=drjax.DrjaxTypeError)
+    refused(r"where= as bool \[4\].* got shape \(3,\)", batches, jnp.ones(3, bool))
+    refused(r"leading axis", batches, weights=jnp.ones(5))
+
+
+@pytest.mark.parametrize(
+    "name, value, what",
+    [
+        ("step", 3, "a function"),
+        ("params", "params", "a function"),
+        ("outer", 0.7, "an optimizer of optax"),
+        ("delay", -1, "a number of steps"),
+        ("delay", 1.5, "a number of steps"),
+        ("mixing", 1.5, "a share from 0 to 1"),
+    ],
+)
+def test_settings_that_cannot_be(name, value, what):
+    settings: dict[str, Any] = dict(step=step, workers=K) | {name: value}
+    with pytest.raises(drjax.DrjaxValueError, match=f"{name}=.* needs {what}.* got "):
+        diloco.Round(**settings)
+
+
+def test_fragments_of_other_parameters():
+    other = diloco.fragments({"w": jnp.ones(3)})
+    with pytest.raises(drjax.DrjaxValueError, match="got those of others"):
+        diloco.Round(step, K, fragments=other).init(first_state())
+    with pytest.raises(drjax.DrjaxValueError, match="at most 3, .* got 4"):
+        diloco.Round(step, K, fragments=4).init(first_state())
+
+
+def test_parameters_that_are_not_found():
+    with pytest.raises(drjax.DrjaxTypeError, match="a tuple that has neither"):
+        diloco.Round(step, K).init((jnp.ones(2), jnp.ones(2)))
+    double = diloco.Round(step, K, params=lambda x: jax.tree.map(jnp.sin, x["opt"]))
+    with pytest.raises(drjax.DrjaxValueError, match=r"as they are, got another at p"):
+        double.init(first_state())
+    with pytest.raises(drjax.DrjaxValueError, match="at most 0"):
+        diloco.Round(step, K).init({"params": {}})
+
+
+def test_a_step_that_returns_other_types():
+    def other(state, batch):
+        return {**state, "key": jnp.zeros(2)}, batch
+
+    refused(
+        "key", jnp.asarray(BATCHES[0]), error=TypeError, round_=diloco.Round(other, K)
+    )
+    half = lambda state, x: (jax.tree.map(lambda x: x.astype(jnp.float16), state), x)
+    round_ = diloco.Round(half, K)
+    with pytest.raises(TypeError, match=r"params.*float32.*float16"):
+        round_(round_.init({"params": {"w": jnp.ones(3)}}), jnp.ones((K, H)))

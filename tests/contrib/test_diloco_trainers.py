@@ -3,6 +3,7 @@
 Covers: drjax.contrib.diloco.train_state.
 """
 
+import dataclasses
 from typing import Any
 
 import equinox as eqx
@@ -13,7 +14,9 @@ import optax
 import pytest
 from flax import linen, nnx
 from flax.training import train_state
+from jax.sharding import PartitionSpec as P
 
+from drjax.compiled import Report
 from drjax.contrib import diloco
 from tests.helpers.meshes import in_mesh, make_mesh
 
@@ -198,3 +201,162 @@ def test_the_parameters_are_a_model_again():
     model = eqx.combine(params, state[0])
     out = model(jnp.ones(4), jax.random.key(0))
     np.testing.assert_array_equal(out, state[0](jnp.ones(4), jax.random.key(0)))
+
+
+# ---------------------------------------------------------------------------------
+# A trainer in the shape of MaxText's: a train state of Flax with scanned layers, on a
+# mesh of two slices, each with model axes; a step a batch, checkpoints, evaluation
+
+WIDTH, LAYERS, VOCAB = 16, 4, 32
+ADAMW = optax.adamw(1e-2)
+SPECS = {
+    "embed": P("tensor", "fsdp"),
+    "layers": {"w": P(None, "fsdp", "tensor"), "scale": P(None, "tensor")},
+}
+SLICES = {"slices": 2, "fsdp": 2, "tensor": 2}
+
+
+def first_train_state() -> train_state.TrainState:
+    keys = jax.random.split(jax.random.key(0), 2)
+    params = {
+        "embed": 0.5 * jax.random.normal(keys[0], (VOCAB, WIDTH)),
+        "layers": {
+            "w": 0.2 * jax.random.normal(keys[1], (LAYERS, WIDTH, WIDTH)),
+            "scale": jnp.ones((LAYERS, WIDTH)),
+        },
+    }
+    return train_state.TrainState.create(apply_fn=forward, params=params, tx=ADAMW)
+
+
+def forward(params, tokens):
+    def layer(x, weights):
+        x = jax.lax.with_sharding_constraint(x, P("fsdp", None, "tensor"))
+        return x + jnp.tanh(x @ weights["w"]) * weights["scale"], None
+
+    x, _ = jax.lax.scan(layer, params["embed"][tokens], params["layers"])
+    return x @ params["embed"].T
+
+
+def train_step(state, tokens):
+    def loss(params):
+        logits = state.apply_fn(params, tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, tokens[:, 1:]
+        ).mean()
+
+    value, grads = jax.value_and_grad(loss)(state.params)
+    return state.apply_gradients(grads=grads), {"loss": value}
+
+
+def of_specs(mesh, state):
+    """The state, its parameters and their moments sharded over the model axes."""
+    on = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec))
+    like = lambda tree: jax.tree.map(on, tree, SPECS)
+    adam, *rest = state.opt_state
+    adam = adam._replace(mu=like(adam.mu), nu=like(adam.nu))
+    return state.replace(params=like(state.params), opt_state=(adam, *rest))
+
+
+def text_of_round(r, workers):
+    start = np.random.default_rng(r).integers(0, VOCAB, (workers, H, 4, 1))
+    return jnp.asarray((start + np.arange(9)) % VOCAB)
+
+
+class TestTrainer:
+    def round_(self, workers=2):
+        params = first_train_state().params
+        parts = diloco.fragments(params, 3, scanned="layers", apart="embed")
+        options: Any = dict(delay=1, mixing=0.5, drop_diverged=True, fragments=parts)
+        return diloco.Round(train_step, {"slices": workers}, **options)
+
+    def start(self, round_, mesh):
+        return round_.init(of_specs(mesh, first_train_state()))
+
+    def train(self, round_, state, rounds, **members):
+        layout = jax.tree.map(lambda x: x.sharding, state)
+        run, losses = jax.jit(round_, out_shardings=(layout, None)), []
+        compiled = run._cache_size()
+        for r in rounds:
+            batches = text_of_round(r, round_.partition.size)
+            state, metrics = run(state, batches, **members)
+            losses.append(float(metrics["loss"].mean()))
+        assert run._cache_size() <= compiled + 1
+        return state, losses
+
+    def test_parameters_and_moments_stay_sharded(self):
+        with in_mesh(mesh := make_mesh(SLICES)):
+            round_ = self.round_()
+            state = self.start(round_, mesh)
+            state, losses = self.train(round_, state, range(6))
+        spec = lambda tree: jax.tree.map(lambda x: x.sharding.spec, tree)
+        of_workers = jax.tree.map(lambda spec: P("slices", *spec), SPECS)
+        assert spec(state.params) == SPECS
+        assert spec(state.workers.params) == of_workers
+        assert spec(state.workers.opt_state[0].nu) == of_workers
+        assert losses[-1] < 0.5 * losses[0]
+        assert state.workers.step.tolist() == [6 * H] * 2
+        with in_mesh(mesh := make_mesh(dict.fromkeys(SLICES, 1))):
+            round_ = self.round_()
+            _, expected = self.train(round_, self.start(round_, mesh), range(6))
+        np.testing.assert_allclose(losses, expected, rtol=1e-3)
+
+    def test_between_slices_fragments_are_sent_and_no_more(self):
+        with in_mesh(mesh := make_mesh(SLICES)):
+            round_ = self.round_()
+            round_.drop_diverged = False
+            state = self.start(round_, mesh)
+            compiled = jax.jit(round_).lower(state, text_of_round(0, 2)).compile()
+            report = Report.of(compiled, mesh)
+        sent = [x for x in report.collectives if x.axes and "slices" in x.axes]
+        assert {x.kind for x in sent} == {"all-reduce"}
+        parameters = jax.tree.leaves(first_train_state().params)
+        assert sum(x.result_bytes for x in sent) <= sum(x.nbytes for x in parameters)
+
+    def test_a_slice_that_is_lost_begins_with_the_global_parameters(self):
+        """Its loss diverges, or the trainer says that it is away."""
+        with in_mesh(mesh := make_mesh(SLICES)):
+            round_ = self.round_()
+            first, _ = self.train(round_, self.start(round_, mesh), [0])
+            broken = lambda x: x.at[1].set(jnp.nan)
+            params = jax.tree.map(broken, first.workers.params)
+            lost = dataclasses.replace(
+                first, workers=first.workers.replace(params=params)
+            )
+            lost, losses = self.train(round_, lost, [1])
+            assert np.isnan(losses)
+            away = jnp.array([True, False])
+            masked, _ = self.train(round_, first, [1], where=away)
+            for state in (lost, masked):
+                jax.tree.map(
+                    np.testing.assert_array_equal,
+                    jax.tree.map(lambda x: x[1], state.workers.params),
+                    state.params,
+                )
+                assert state.workers.step.tolist() == [2 * H, H]
+            close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+            jax.tree.map(close, lost.params, masked.params)
+            _, losses = self.train(round_, lost, range(2, 6))
+            assert losses[-1] < losses[0]
+
+    def test_a_checkpoint_is_for_another_number_of_slices(self, tmp_path):
+        with in_mesh(mesh := make_mesh(SLICES)):
+            round_ = self.round_()
+            state, _ = self.train(round_, self.start(round_, mesh), range(2))
+            checkpoints = diloco.Checkpoints(tmp_path)
+            checkpoints.save(2, state, {"tokens": 2 * H * 8})
+            like = self.start(round_, mesh)
+            rounds, restored, _ = checkpoints.restore(round_, like)
+            assert rounds == 2
+            again, expected = (self.train(round_, x, [2]) for x in (restored, state))
+            jax.tree.map(np.testing.assert_array_equal, again, expected)
+        with in_mesh(mesh := make_mesh(SLICES | {"slices": 4, "fsdp": 1})):
+            round_ = self.round_(4)
+            like = self.start(round_, mesh)
+            _, restored, metadata = checkpoints.restore(round_, like)
+            assert metadata == {"tokens": 2 * H * 8}
+            layout = lambda tree: jax.tree.map(lambda x: x.sharding, tree)
+            assert layout(restored) == layout(like)
+            jax.tree.map(np.testing.assert_array_equal, restored.params, state.params)
+            _, losses = self.train(round_, restored, range(2, 6))
+            assert losses[-1] < losses[0]
+        checkpoints.close()
