@@ -60,11 +60,11 @@ def transformer() -> tuple[Callable, tuple]:
     )
     task, (method,) = diloco.Task(config), diloco.list_methods(config)
     params, k = task.params(0), config.workers
-    algorithm = diloco.make_algorithm(method, task.loss, params)
-    keys = diloco.step_keys(0, 0, method.period, k)
-    args = *algorithm.start(params), task.deal(k), keys
+    train_round = diloco.make_round(method, task.loss)
+    batches = task.draw(task.deal(k), diloco.step_keys(0, 0, method.period, k))
+    args = diloco.start(train_round, method, params), batches
     typed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return algorithm.train_round, jax.tree.map(typed, args)
+    return train_round, jax.tree.map(typed, args)
 
 
 PROGRAMS = {"local SGD, perceptron": sinusoid, "DiLoCo, transformer": transformer}

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
+
+from drjax.contrib import diloco
 
 
 class Checkpoints:
@@ -32,31 +33,20 @@ class Checkpoints:
         """
         if not keep and folder.exists():
             shutil.rmtree(folder)
-        options = ocp.CheckpointManagerOptions(max_to_keep=2)
-        self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
+        self._checkpoints = diloco.Checkpoints(folder)
         self._settings, self._free = settings, free
 
-    def save(self, rounds: int, state: Any, history: list[dict[str, Any]]) -> None:
+    def save(
+        self, rounds: int, state: diloco.State, history: list[dict[str, Any]]
+    ) -> None:
         """Starts to write one checkpoint."""
-        metadata = {"settings": self._settings, "history": history}
-        args = ocp.args.Composite(
-            state=ocp.args.StandardSave(state), metadata=ocp.args.JsonSave(metadata)
-        )
-        self._manager.save(rounds, args=args)
+        # From the host, as one file for each device takes three times as long.
+        state, metadata = jax.device_get(state), [self._settings, history]
+        self._checkpoints.save(rounds, state, metadata)
 
-    def setting(self, name: str) -> Any:
-        """A setting of the latest checkpoint; of this run if there is none."""
-        return (self._saved() or {"settings": self._settings})["settings"][name]
-
-    def _saved(self) -> dict[str, Any] | None:
-        """The settings and the history of the latest checkpoint, if there is one."""
-        rounds = self._manager.latest_step()
-        if rounds is None:
-            return None
-        metadata = ocp.args.Composite(metadata=ocp.args.JsonRestore())
-        return self._manager.restore(rounds, args=metadata)["metadata"]
-
-    def restore(self, like: Any) -> tuple[Any, list[dict[str, Any]]]:
+    def restore(
+        self, train_round: diloco.Round, like: diloco.State
+    ) -> tuple[diloco.State, list[dict[str, Any]]]:
         """Reads the latest checkpoint, as arrays placed like those of `like`.
 
         Returns:
@@ -65,26 +55,19 @@ class Checkpoints:
         Raises:
             ValueError: the checkpoint is of a run with other settings.
         """
-        metadata = self._saved()
-        if metadata is None:
-            return like, []
-        abstract = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like
-        )
+        saved, history = self._checkpoints.metadata() or (self._settings, [])
         changed = {
-            name: (metadata["settings"].get(name), value)
+            name: (saved.get(name), value)
             for name, value in self._settings.items()
-            if name not in self._free and metadata["settings"].get(name) != value
+            if name not in self._free and saved.get(name) != value
         }
         if changed:
             raise ValueError(
                 "A run resumes only with the settings it began with; these differ "
                 f"(saved, now): {changed}."
             )
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
-        state = self._manager.restore(self._manager.latest_step(), args=args)["state"]
-        return state, metadata["history"]
+        return self._checkpoints.restore(train_round, like)[1], history
 
     def close(self) -> None:
         """Waits until everything is written."""
-        self._manager.close()
+        self._checkpoints.close()

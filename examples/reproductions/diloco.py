@@ -34,7 +34,6 @@ and also with another number of `--workers`. `--inner muon` is MuLoCo.
 """
 
 import dataclasses
-import functools
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -52,7 +51,7 @@ from tqdm import tqdm
 
 import drjax
 from drjax.compiled import Report
-from examples.algorithms import diloco, streaming_diloco
+from drjax.contrib import diloco
 from examples.common import plots, processes, results, text
 from examples.common.checkpoint import Checkpoints
 from examples.common.devices import make_mesh
@@ -139,51 +138,29 @@ class Method(NamedTuple):
     wire: str | None = None
 
 
-class State(NamedTuple):
-    """All that a round changes."""
+def make_round(method: Method, loss: Callable) -> diloco.Round:
+    """The round of a method, for a loss of parameters and the batch of a step."""
 
-    shared: Any  # global: the parameters and the outer optimizer's state
-    own: Any  # partitioned: what each worker keeps from round to round
+    def step(state, batch):
+        value, grads = jax.value_and_grad(loss)(state["params"], batch)
+        updates, opt = method.inner.update(grads, state["opt"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt": opt}, value
 
-
-class Algorithm(NamedTuple):
-    """A method with a loss."""
-
-    train_round: Callable
-    start: Callable  # the state for first parameters
-    join: Callable  # the parameters as one tree
-
-
-def make_algorithm(method: Method, loss: Callable, params: Any) -> Algorithm:
-    """The round of a method, for parameters of this structure."""
-    optimizers = method.inner, method.outer
-    kept = *optimizers, method.workers
-    if not method.fragments:
-        train_round = diloco.make_round(loss, *kept, method.wire)
-        start = lambda params: State(*diloco.start(params, *kept))
-        return Algorithm(train_round, start, lambda theta: theta)
-    split = functools.partial(streaming_diloco.split, P=method.fragments)
-    join = split(params)[1]
-    whole = lambda theta, *args: loss(join(theta), *args)
-    settings = method.delay, method.mixing, method.wire
-    train_round = streaming_diloco.make_round(whole, *kept, *settings)
-    start = lambda params: State(*streaming_diloco.start(split(params)[0], *kept))
-    return Algorithm(train_round, start, join)
+    return diloco.Round(
+        step,
+        method.workers,
+        outer=method.outer,
+        fragments=max(method.fragments, 1),
+        delay=method.delay,
+        mixing=method.mixing,
+        wire=method.wire,
+    )
 
 
-def resize(state: State, workers: int) -> State:
-    """The state for another number of workers; new ones begin like the first one."""
-    index = np.arange(workers)
-    slices = lambda x: x[np.where(index < len(x), index, 0)]
-    return State(state.shared, jax.tree.map(slices, state.own))
-
-
-def place(state: State, workers: int) -> State:
-    """The state on the devices: each has its workers' slices, and what is global."""
-    mesh = jax.sharding.get_mesh()
-    shared = jax.device_put(state.shared, jax.NamedSharding(mesh, jax.P()))
-    partition = drjax.program(workers=workers)(lambda: None)
-    return State(shared, drjax.shard(state.own, partition=partition))
+def start(train_round: diloco.Round, method: Method, params) -> diloco.State:
+    """The first state of a run, on the devices."""
+    return train_round.init({"params": params, "opt": method.inner.init(params)})
 
 
 def step_keys(seed, first, period: int, workers: int) -> jax.Array:
@@ -251,6 +228,21 @@ class Task:
         """The training text, `[workers, bytes]`: modules of its own for each worker."""
         return text.deal_modules(self.corpus.train, workers)
 
+    def draw(self, data, keys):
+        """The windows of each worker's text for these steps, `[k, H, batch, bytes]`."""
+        batch, length = self.config.batch, self.config.length
+
+        def window(data, key):
+            starts = jax.random.randint(key, (batch, 1), 0, data.size - length)
+            return data[starts + jnp.arange(length + 1)]
+
+        @drjax.program(workers=len(data))
+        def of_workers(data, keys):
+            of_worker = jax.vmap(window, (None, 0))
+            return drjax.map_fn(of_worker, (data, keys))
+
+        return of_workers(data, keys)
+
     def mean_loss(self, params, tokens, lengths):
         """Of windows, and the number of targets."""
         return mean_loss(nnx.merge(self.graphdef, params), tokens, lengths)
@@ -261,18 +253,17 @@ class Task:
         losses, targets = drjax.map_fn(self.mean_loss, args)
         return drjax.reduce_weighted_mean(losses, targets), losses
 
-    def loss(self, params, data, key):
-        """Of random windows of a worker's text."""
-        batch, length = self.config.batch, self.config.length
-        starts = jax.random.randint(key, (batch, 1), 0, data.size - length)
-        tokens = data[starts + jnp.arange(length + 1)]
-        return self.mean_loss(params, tokens, jnp.full(batch, length))[0]
+    def loss(self, params, tokens):
+        """Of the windows of a step."""
+        return self.mean_loss(
+            params, tokens, jnp.full(len(tokens), self.config.length)
+        )[0]
 
 
 class Run(NamedTuple):
     """What is left of a method and a seed."""
 
-    state: State
+    state: diloco.State
     history: list[dict[str, Any]]  # an entry for each evaluation
     modules: np.ndarray  # the losses of the held-out modules
 
@@ -281,7 +272,7 @@ class Program(NamedTuple):
     """A method, compiled for the devices of the mesh."""
 
     method: Method
-    algorithm: Algorithm
+    train_round: diloco.Round
     data: jax.Array  # of the workers
     step: Any  # all rounds from one evaluation to the next
 
@@ -298,32 +289,32 @@ def compile_method(config: Config, task: Task, method: Method, params) -> Progra
             "H must divide --save-every, and that --steps and --pretrain: "
             f"{method.name}"
         )
-    algorithm = make_algorithm(method, task.loss, params)
+    train_round = make_round(method, task.loss)
 
     def advance(state, data, number, seed):
         def body(state, number):
-            keys = step_keys(seed, number, H, k)
-            *state, losses = algorithm.train_round(*state, data, keys)
-            return State(*state), losses.mean(-1)
+            batches = task.draw(data, step_keys(seed, number, H, k))
+            state, losses = train_round(state, batches)
+            return state, losses.mean(-1)
 
         state, losses = jax.lax.scan(body, state, number + jnp.arange(0, every, H))
         return state, losses.mean(0)
 
-    data = drjax.shard(task.deal(k), partition=algorithm.train_round)
-    state = place(algorithm.start(params), k)
+    data = drjax.shard(task.deal(k), partition=train_round)
+    state = start(train_round, method, params)
     layout = jax.tree.map(lambda x: x.sharding, state)
     step = drjax.jit(advance, groups_per_step=config.groups_per_step)
     step = jax.jit(step, out_shardings=(layout, None))
     args = jnp.asarray(0), jnp.asarray(0)
     step = step.lower(state, data, *args).compile()
-    return Program(method, algorithm, data, step)
+    return Program(method, train_round, data, step)
 
 
-def bytes_of_round(config: Config, program: Program, state: State):
+def bytes_of_round(config: Config, task: Task, program: Program, state):
     """By the ledger, and by the compiled collectives, both of one worker."""
     k, H = program.method.workers, program.method.period
-    args = *state, program.data, step_keys(0, 0, H, k)
-    plan = drjax.make_plan(program.algorithm.train_round)(*args)
+    batches = task.draw(program.data, step_keys(0, 0, H, k))
+    plan = drjax.make_plan(program.train_round)(state, batches)
     ledger = plan.communication(devices=k).reduced_per_device()
     report = Report.of(program.step, jax.sharding.get_mesh())
     return ledger, (report.total.bytes_per_call or 0) * H / config.save_every
@@ -333,34 +324,28 @@ def train(
     config: Config, task: Task, program: Program, starts: Sequence[Any]
 ) -> list[Run]:
     """Runs what is still to do of a method, from first parameters for each seed."""
-    (method, algorithm, data, step), k = program, program.method.workers
-    runs, every = [], config.save_every
+    (method, train_round, data, step), runs = program, []
+    every = config.save_every
     windows = drjax.shard(tuple(task.held_out), partition=task.by_module)
     for seed, params in zip(config.seeds, starts, strict=True):
         checkpoints = open_checkpoints(config, method, seed)
-        saved = 1 if k == 1 else checkpoints.setting("workers")
-        of_saved = method._replace(workers=saved)
-        first = make_algorithm(of_saved, task.loss, params).start(params)
-        state, history = checkpoints.restore(place(first, saved))
-        if saved != k:
-            state = place(resize(state, k), k)
+        state = start(train_round, method, params)
+        state, history = checkpoints.restore(train_round, state)
         pending = range(len(history), config.steps // every)
         name = f"{method.name}, seed {seed}"
         for i in (progress := tqdm(pending, name, unit=f"{every} steps")):
             began = time.process_time()
             number = jnp.asarray(config.pretrain + i * every)
             state, losses = step(state, data, number, jnp.asarray(seed))
-            params = algorithm.join(state.shared[0])
-            held_out = float(task.evaluate(params, windows)[0])
+            held_out = float(task.evaluate(state.params, windows)[0])
             entry = {"step": (i + 1) * every, "held_out": held_out}
             entry["losses"] = np.asarray(losses).tolist()
             entry["cpu_seconds"] = time.process_time() - began
             history.append(entry)
-            # On the host, as one file for each device takes three times as long.
-            checkpoints.save(i + 1, jax.device_get(state), history)
+            checkpoints.save(i + 1, state, history)
             progress.set_postfix(held_out=f"{held_out:.3f}")
         checkpoints.close()
-        modules = task.evaluate(algorithm.join(state.shared[0]), windows)[1]
+        modules = task.evaluate(state.params, windows)[1]
         runs.append(Run(state, history, np.asarray(modules)))
     return runs
 
@@ -391,7 +376,7 @@ def pretrain(config: Config, task: Task) -> list[Any]:
     with jax.set_mesh(make_mesh(1, "workers")):
         program = compile_method(config, task, method, starts[0])
         runs = train(config, task, program, starts)
-    return [jax.device_get(run.state.shared[0]) for run in runs]
+    return [jax.device_get(run.state.params) for run in runs]
 
 
 # ---------------------------------------------------------------------------------
@@ -401,19 +386,24 @@ PERIOD = 10  # H of these rounds
 PAPER_OUTER = 0.7, 0.9  # the paper's outer rate and momentum
 
 
-def numbered_round(
-    loss, inner, outer, workers: int, period: int, seed: int
-) -> Callable:
+def numbered_round(task, method: Method, seed: int) -> Callable:
     """DiLoCo's round, `step(shared, own, data)`, with the number of its first step."""
-    train_round = diloco.make_round(loss, inner, outer, workers)
+    train_round = make_round(method, task.loss)
 
     def step(shared, own, data):
         *shared, number = shared
-        keys = step_keys(seed, number, period, workers)
-        shared, own, _ = train_round(tuple(shared), own, data, keys)
-        return (*shared, number + period), own
+        keys = step_keys(seed, number, method.period, method.workers)
+        state = diloco.State(*shared, own)
+        state, _ = train_round(state, task.draw(data, keys))
+        return (state.theta, state.outer, number + method.period), state.workers
 
     return step
+
+
+def numbered_start(method: Method, params, number: int):
+    """Its first `shared` and `own`: of a state without a mesh."""
+    state = start(make_round(method, lambda *_: 0.0), method, params)
+    return (state.theta, state.outer, jnp.asarray(number)), state.workers
 
 
 def tune(config: Config, task: Task, params) -> list[str]:
@@ -427,10 +417,9 @@ def tune(config: Config, task: Task, params) -> list[str]:
         """The loss, on windows of the training modules, after the rounds."""
         rate, momentum = jnp.exp(h[0]), jax.nn.sigmoid(h[1])
         outer = optax.sgd(rate, momentum, nesterov=True)
-        kept = inner, outer, config.workers
-        step = numbered_round(task.loss, *kept, PERIOD, seed)
-        shared, own = diloco.start(params, *kept)
-        state = (*shared, jnp.asarray(config.pretrain)), own
+        method = Method("", inner, outer, config.workers, PERIOD)
+        step = numbered_round(task, method, seed)
+        state = numbered_start(method, params, config.pretrain)
         advance = jax.checkpoint(lambda state, _: (step(*state, data), None))
         state, _ = jax.lax.scan(advance, state, length=rounds)
         return task.mean_loss(state[0][0], *windows)[0]
@@ -469,10 +458,9 @@ def run_in_processes(config: Config, task: Task, params) -> list[str]:
     """Runs the plan file of a round in worker processes, of which one is killed."""
     inner = inner_optimizer(config, config.steps)
     outer = optax.sgd(config.outer_lr, config.outer_momentum, nesterov=True)
-    kept = inner, outer, config.workers
-    step = numbered_round(task.loss, *kept, PERIOD, config.seeds[0])
-    shared, own = diloco.start(params, *kept)
-    first = jax.device_get(((*shared, np.int32(config.pretrain)), own))
+    method = Method("", inner, outer, config.workers, PERIOD)
+    step = numbered_round(task, method, config.seeds[0])
+    first = jax.device_get(numbered_start(method, params, config.pretrain))
     data, path = task.deal(config.workers), config.output / "round.drjax"
     drjax.make_plan(step)(*first, data).save(path)
     plan = drjax.load_plan(path)
@@ -529,16 +517,16 @@ def engine_round() -> Round:
     # nothing but rounding would move a parameter as far as any other.
     inner, task = optax.adamw(0.05, eps=1e-2), Task(config)
     outer = optax.sgd(config.outer_lr, config.outer_momentum, nesterov=True)
-    kept = inner, outer, config.workers
-    numbered = numbered_round(task.loss, *kept, period=2, seed=0)
-    shared, own = diloco.start(task.params(0), *kept)
+    method = Method("", inner, outer, config.workers, 2)
+    numbered = numbered_round(task, method, seed=0)
+    shared, own = numbered_start(method, task.params(0), 0)
 
     def step(shared, own, data):
         (*shared, _), own = numbered(shared, own, data)
         return tuple(shared), own
 
     data = task.deal(config.workers)[:, :2000]
-    return Round(step, (*shared, np.int32(0)), own, data)
+    return Round(step, shared, own, data)
 
 
 # ---------------------------------------------------------------------------------
@@ -655,7 +643,7 @@ def main(config: Config) -> results.Results:
         with jax.set_mesh(make_mesh(k, "workers")):
             program = compile_method(config, task, method, starts[0])
             runs = train(config, task, program, starts)
-            ledger, compiled = bytes_of_round(config, program, runs[-1].state)
+            ledger, compiled = bytes_of_round(config, task, program, runs[-1].state)
         curves[name] = np.array([[x["held_out"] for x in run.history] for run in runs])
         losses[name], sent[name] = curves[name][:, -1].tolist(), ledger / H
         if method.wire is None:

@@ -292,6 +292,9 @@ class TestTrainer:
         of_workers = jax.tree.map(lambda spec: P("slices", *spec), SPECS)
         assert spec(state.params) == SPECS
         assert spec(state.workers.params) == of_workers
+        for outer in state.outer:
+            sizes = [x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(outer)]
+            assert all(np.prod(x) < 32 * 16 / 2 for x in sizes)
         assert spec(state.workers.opt_state[0].nu) == of_workers
         assert losses[-1] < 0.5 * losses[0]
         assert state.workers.step.tolist() == [6 * H] * 2
@@ -345,15 +348,15 @@ class TestTrainer:
             checkpoints = diloco.Checkpoints(tmp_path)
             checkpoints.save(2, state, {"tokens": 2 * H * 8})
             like = self.start(round_, mesh)
-            rounds, restored, _ = checkpoints.restore(round_, like)
+            rounds, restored = checkpoints.restore(round_, like)
             assert rounds == 2
             again, expected = (self.train(round_, x, [2]) for x in (restored, state))
             jax.tree.map(np.testing.assert_array_equal, again, expected)
         with in_mesh(mesh := make_mesh(SLICES | {"slices": 4, "fsdp": 1})):
             round_ = self.round_(4)
             like = self.start(round_, mesh)
-            _, restored, metadata = checkpoints.restore(round_, like)
-            assert metadata == {"tokens": 2 * H * 8}
+            _, restored = checkpoints.restore(round_, like)
+            assert checkpoints.metadata() == {"tokens": 2 * H * 8}
             layout = lambda tree: jax.tree.map(lambda x: x.sharding, tree)
             assert layout(restored) == layout(like)
             jax.tree.map(np.testing.assert_array_equal, restored.params, state.params)

@@ -37,47 +37,48 @@ def rank_promotion_of_optax():
         yield
 
 
-def loss(params, data, number):
-    w, b, c = params
+def loss(params, batch):
+    (w, b, c), (data, number) = params, batch
     target = data * jnp.cos(0.1 * number)
     return jnp.sum((w - target) ** 2) + jnp.sum((b * c.ravel() - target) ** 2)
 
 
-def fragments(method):
-    return streaming_diloco.split(PARAMS, max(method.fragments, 1))
+def batches(method, i):
+    """The workers' data and the numbers of the steps of round i."""
+    H = method.period
+    numbers = jnp.tile(i * H + jnp.arange(H), (K, 1))
+    return jnp.tile(DATA[:, None], (1, H, 1)), numbers
 
 
-def numbers(method, i):
-    """Numbers of the steps, where the example has keys."""
-    return jnp.tile(i * method.period + jnp.arange(method.period), (K, 1))
+def first_state(method):
+    return diloco.start(diloco.make_round(method, loss), method, PARAMS)
 
 
 def run(method, rounds=ROUNDS):
-    algorithm = diloco.make_algorithm(method, loss, PARAMS)
-    train_round, state = jax.jit(algorithm.train_round), algorithm.start(PARAMS)
-    losses = None
+    train_round = jax.jit(diloco.make_round(method, loss))
+    state, losses = first_state(method), None
     for i in range(rounds):
-        *state, losses = train_round(*state, DATA, numbers(method, i))
+        state, losses = train_round(state, batches(method, i))
     assert losses is not None and losses.shape == (K, method.period)
-    (params, _), own = state
-    return algorithm.join(params), own
+    return state
 
 
 def run_step_by_step(method):
     """Algorithm 2 of Streaming DiLoCo as it is written: one loop over the steps."""
-    fragmented, join = fragments(method)
+    fragmented, join = streaming_diloco.split(PARAMS, max(method.fragments, 1))
     params: list[Any] = list(fragmented)
     outer = [method.outer.init(fragment) for fragment in params]
-    workers = [(list(params), method.inner.init(params)) for _ in range(K)]
-    gradient = jax.grad(lambda params, *args: loss(join(params), *args))
+    workers = [(list(params), method.inner.init(join(params))) for _ in range(K)]
+    gradient = jax.grad(lambda params, *args: loss(join(params), args))
     interval = method.period // len(params)
     change: dict[int, Any] = {}
 
     @jax.jit
     def inner_step(local, state, data, number):
-        grads = gradient(local, data, number)
-        updates, state = method.inner.update(grads, state, local)
-        return optax.apply_updates(local, updates), state
+        grads = join(gradient(local, data, number))
+        updates, state = method.inner.update(grads, state, join(local))
+        new = optax.apply_updates(join(local), updates)
+        return streaming_diloco.split(new, len(params))[0], state
 
     for t in range(ROUNDS * method.period):
         for i, (local, state) in enumerate(workers):
@@ -99,22 +100,24 @@ def run_step_by_step(method):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_rounds_are_the_algorithm_step_by_step(name):
-    params, own = run(METHODS[name])
+    state = run(METHODS[name])
     expected, workers = run_step_by_step(METHODS[name])
-    jax.tree.map(close, params, expected)
-    for i, (local, state) in enumerate(workers):
-        kept = jax.tree.leaves(jax.tree.map(lambda x, i=i: x[i], own))
-        expected = (local, state) if METHODS[name].fragments else state
-        jax.tree.map(close, kept, jax.tree.leaves(expected))
+    join = streaming_diloco.split(PARAMS, max(METHODS[name].fragments, 1))[1]
+    jax.tree.map(close, state.params, expected)
+    for i, (local, opt) in enumerate(workers):
+        own = jax.tree.map(lambda x, i=i: x[i], state.workers)
+        jax.tree.map(close, own["opt"], opt)
+        if METHODS[name].fragments:
+            jax.tree.map(close, own["params"], join(local))
 
 
 def test_one_step_of_sgd_inside_is_data_parallel_training():
     adam = optax.adam(0.1)
     method = PLAIN._replace(inner=optax.sgd(1.0), outer=adam, period=1)
-    params, _ = run(method, rounds=3)
+    params = run(method, rounds=3).params
     expected, moments = PARAMS, adam.init(PARAMS)
     for number in range(3):
-        each = [jax.grad(loss)(expected, data, number) for data in DATA]
+        each = [jax.grad(loss)(expected, (data, number)) for data in DATA]
         grads = jax.tree.map(lambda *x: sum(x) / K, *each)
         updates, moments = adam.update(grads, moments)
         expected = optax.apply_updates(expected, updates)
@@ -123,32 +126,22 @@ def test_one_step_of_sgd_inside_is_data_parallel_training():
 
 def test_one_fragment_that_does_not_wait_is_diloco():
     method = STREAMING._replace(fragments=1, delay=0, mixing=0.0)
-    jax.tree.map(close, run(method)[0], run(PLAIN)[0])
+    jax.tree.map(close, run(method).params, run(PLAIN).params)
 
 
 @pytest.mark.parametrize("name", ["plain", "streaming"])
 def test_a_synchronization_reduces_its_fragment_and_no_more(name):
-    method = METHODS[name]
-    algorithm = diloco.make_algorithm(method, loss, PARAMS)
-    sizes = [4 * sum(x.size for x in part) for part in fragments(method)[0]]
+    method, P = METHODS[name], max(METHODS[name].fragments, 1)
+    train_round = diloco.make_round(method, loss)
+    split = streaming_diloco.split(PARAMS, P)[0]
+    sizes = [4 * sum(x.size for x in part) for part in split]
     with in_mesh(make_mesh({"workers": K})):
-        state = diloco.place(algorithm.start(PARAMS), K)
-        args = *state, jnp.asarray(DATA), numbers(method, 0)
-        compiled = read_hlo(hlo_text(algorithm.train_round, *args))
-        plan = drjax.make_plan(algorithm.train_round)(*args)
+        args = first_state(method), batches(method, 0)
+        compiled = read_hlo(hlo_text(train_round, *args))
+        plan = drjax.make_plan(train_round)(*args)
     assert [x.result_bytes for x in compiled] == sizes
     assert {x.kind for x in compiled} == {"all-reduce"}
     assert plan.communication(devices=K).reduced_per_device() == sum(sizes)
-
-
-@pytest.mark.parametrize("workers", [1, 3, 6])
-def test_new_workers_begin_like_the_first(workers):
-    local, inner = np.arange(K), np.arange(2 * K).reshape(K, 2)
-    state = diloco.resize(diloco.State("shared", ([local], inner)), workers)
-    assert state.shared == "shared"
-    expected = [*range(min(workers, K)), *[0] * (workers - K)]
-    np.testing.assert_array_equal(state.own[0][0], expected)
-    np.testing.assert_array_equal(state.own[1], inner[expected])
 
 
 def test_a_step_of_a_worker_has_one_key_in_rounds_of_all_lengths():
@@ -157,13 +150,6 @@ def test_a_step_of_a_worker_has_one_key_in_rounds_of_all_lengths():
     parts = [key(diloco.step_keys(0, first, 5, K)) for first in (20, 25)]
     np.testing.assert_array_equal(whole, np.concatenate(parts, 1))
     assert len(np.unique(whole.reshape(-1, 2), axis=0)) == 10 * K
-
-
-def test_fragments_have_every_leaf_once():
-    tree = [jnp.full(size, size) for size in (9, 5, 4, 8, 1)]
-    parts, join = streaming_diloco.split(tree, 2)
-    assert [sum(x.size for x in part) for part in parts] == [14, 13]
-    jax.tree.map(np.testing.assert_array_equal, join(parts), tree)
 
 
 # ---------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
+from drjax.contrib import diloco
 from examples.common import text, transformer
 from examples.common.checkpoint import Checkpoints
 from tests.helpers.run_python import run
@@ -86,10 +87,11 @@ diloco.main(tyro.cli(diloco.Config))
 def latest(folder):
     """The state and the history of the latest checkpoint of a run."""
     manager = ocp.CheckpointManager(folder / "checkpoints" / "DiLoCo_H_10_seed_0")
-    args = {"state": ocp.args.StandardRestore(), "metadata": ocp.args.JsonRestore()}
+    args = {"state": ocp.args.StandardRestore(), "about": ocp.args.JsonRestore()}
     saved = manager.restore(manager.latest_step(), args=ocp.args.Composite(**args))
     manager.close()
-    return saved["state"], saved["metadata"]["history"]
+    ((_, history),) = saved["about"]
+    return saved["state"], history
 
 
 @pytest.mark.slow
@@ -131,21 +133,23 @@ def check_results(folder, history) -> None:
 
 
 def test_a_run_does_not_resume_with_other_settings(tmp_path):
-    state = {"x": jax.numpy.arange(3.0)}
+    step = lambda state, x: (state, x)
+    round_ = diloco.Round(step, 2, params=lambda state: state)
+    state, zero = (round_.init({"x": x}) for x in (np.arange(3.0), np.zeros(3)))
     first = Checkpoints(tmp_path / "run", {"seed": 0}, keep=False)
     first.save(2, state, [{"round": 1}, {"round": 2}])
     first.close()
     same = Checkpoints(tmp_path / "run", {"seed": 0}, keep=True)
-    restored, history = same.restore({"x": jax.numpy.zeros(3)})
-    np.testing.assert_array_equal(restored["x"], state["x"])
+    restored, history = same.restore(round_, zero)
+    np.testing.assert_array_equal(restored.params["x"], state.params["x"])
     assert [entry["round"] for entry in history] == [1, 2]
     same.close()
     other = Checkpoints(tmp_path / "run", {"seed": 1}, keep=True)
     with pytest.raises(ValueError, match=r"these differ .* {'seed': \(0, 1\)}"):
-        other.restore(state)
+        other.restore(round_, state)
     other.close()
     fresh = Checkpoints(tmp_path / "run", {"seed": 1}, keep=False)
-    assert fresh.restore(state) == (state, [])
+    assert fresh.restore(round_, state) == (state, [])
     fresh.close()
 
 

@@ -42,8 +42,8 @@ class Checkpoints:
       >>> state, _ = jax.jit(of_two)(of_two.init(first), jnp.ones((2, 3)))
       >>> checkpoints = diloco.Checkpoints(tempfile.mkdtemp())
       >>> checkpoints.save(1, state, {"lr": 0.1})
-      >>> rounds, state, settings = checkpoints.restore(of_six, of_six.init(first))
-      >>> print(rounds, state.params, settings)
+      >>> rounds, state = checkpoints.restore(of_six, of_six.init(first))
+      >>> print(rounds, state.params, checkpoints.metadata())
       1 3.0 {'lr': 0.1}
       >>> checkpoints.close()
     """
@@ -68,7 +68,15 @@ class Checkpoints:
         state_, metadata = args.StandardSave(_by_path(state)), args.JsonSave([metadata])
         self._manager.save(rounds, args=args.Composite(state=state_, about=metadata))
 
-    def restore(self, round_: Round, like: State) -> tuple[int, State, Any]:
+    def metadata(self) -> Any:
+        """What was saved with the latest checkpoint; None if there is none."""
+        self._manager.wait_until_finished()
+        if (rounds := self._manager.latest_step()) is None:
+            return None
+        about = self._args.Composite(about=self._args.JsonRestore())
+        return self._manager.restore(rounds, args=about)["about"][0]
+
+    def restore(self, round_: Round, like: State) -> tuple[int, State]:
         """Read the latest checkpoint, of any number of workers, for those of a round.
 
         Args:
@@ -77,8 +85,8 @@ class Checkpoints:
             of the result.
 
         Returns:
-          The number of finished rounds, the state after them, and what was saved with
-          it. If nothing was saved yet: 0, `like` and None.
+          The number of finished rounds and the state after them; 0 and `like` if
+          nothing was saved yet.
 
         Raises:
           DrjaxValueError: The checkpoint is of another train state, of other fragments
@@ -87,7 +95,7 @@ class Checkpoints:
         self._manager.wait_until_finished()
         rounds, args = self._manager.latest_step(), self._args
         if rounds is None:
-            return 0, like, None
+            return 0, like
         item = self._manager.item_metadata(rounds)["state"]
         saved = {name: tuple(x.shape) for name, x in item.items()}
         rows = [shape[0] for name, shape in saved.items() if name.startswith(_WORKERS)]
@@ -100,17 +108,16 @@ class Checkpoints:
                 "outer optimizer, got one that differs in "
                 f"{', '.join(sorted({x for x, _ in differ}))}."
             )
-        wanted = dict(state=args.StandardRestore(types), about=args.JsonRestore())
-        read = self._manager.restore(rounds, args=args.Composite(**wanted))
+        wanted = args.Composite(state=args.StandardRestore(types))
+        read = self._manager.restore(rounds, args=wanted)["state"]
 
         def value(path: Any, x: Array) -> Array:
-            data = read["state"][jax.tree_util.keystr(path)]
+            data = read[jax.tree_util.keystr(path)]
             impl = jax.random.key_impl(x) if is_key(x) else None
             return jax.random.wrap_key_data(data, impl=impl) if impl else data
 
         state = jax.tree_util.tree_map_with_path(value, like)
-        state = state if n == round_.partition.size else round_.resize(state)
-        return rounds, state, read["about"][0]
+        return rounds, state if n == round_.partition.size else round_.resize(state)
 
     def close(self) -> None:
         """Wait until everything is written."""
