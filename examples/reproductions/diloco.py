@@ -52,6 +52,8 @@ from tqdm import tqdm
 import drjax
 from drjax.compiled import Report
 from drjax.contrib import diloco
+from examples.algorithms import diloco as algorithms
+from examples.algorithms import streaming_diloco
 from examples.common import plots, processes, results, text
 from examples.common.checkpoint import Checkpoints
 from examples.common.devices import make_mesh
@@ -230,18 +232,15 @@ class Task:
 
     def draw(self, data, keys):
         """The windows of each worker's text for these steps, `[k, H, batch, bytes]`."""
+        of_worker = jax.vmap(self.windows, (None, 0))
+        of_workers = drjax.program(workers=len(data))(drjax.map_fn)
+        return of_workers(of_worker, (data, keys))
+
+    def windows(self, data, key):
+        """Those of a step, of a worker's text."""
         batch, length = self.config.batch, self.config.length
-
-        def window(data, key):
-            starts = jax.random.randint(key, (batch, 1), 0, data.size - length)
-            return data[starts + jnp.arange(length + 1)]
-
-        @drjax.program(workers=len(data))
-        def of_workers(data, keys):
-            of_worker = jax.vmap(window, (None, 0))
-            return drjax.map_fn(of_worker, (data, keys))
-
-        return of_workers(data, keys)
+        starts = jax.random.randint(key, (batch, 1), 0, data.size - length)
+        return data[starts + jnp.arange(length + 1)]
 
     def mean_loss(self, params, tokens, lengths):
         """Of windows, and the number of targets."""
@@ -451,6 +450,40 @@ def tune(config: Config, task: Task, params) -> list[str]:
         "Temporary memory of that gradient, with jax.checkpoint around each round and "
         f"all workers on one device: jax.jit {sizes[0]:.1f} MB, drjax.jit "
         f"{sizes[1]:.1f} MB.",
+    ]
+
+
+def compare_algorithms(config: Config, task: Task, params) -> list[str]:
+    """Runs a round as examples/algorithms has it, too: the two agree to rounding."""
+    inner, k, keys = inner_optimizer(config, config.steps), config.workers, step_keys
+    outer = optax.sgd(config.outer_lr, config.outer_momentum, nesterov=True)
+    keys, data = keys(config.seeds[0], config.pretrain, PERIOD, k), task.deal(k)
+    method, kept = Method("", inner, outer, k, PERIOD), (inner, outer, k)
+    streamed = dict(fragments=2, delay=PERIOD // 4, mixing=config.mixing)
+
+    def of_key(params, data, key):
+        return task.loss(params, task.windows(data, key))
+
+    def of_layer(method):
+        train_round = make_round(method, task.loss)
+        state = start(train_round, method, params)
+        return jax.jit(train_round)(state, task.draw(data, keys))[0].params
+
+    written = algorithms.make_round(of_key, *kept)
+    plain = jax.jit(written)(*algorithms.start(params, *kept), data, keys)[0][0]
+    split, join = streaming_diloco.split(params, 2)
+    of_split = lambda theta, *args: of_key(join(theta), *args)
+    options = streamed["delay"], streamed["mixing"]
+    written = streaming_diloco.make_round(of_split, *kept, *options)
+    streaming = streaming_diloco.start(split, *kept)
+    streaming = join(jax.jit(written)(*streaming, data, keys)[0][0])
+    pairs = (plain, method), (streaming, method._replace(**streamed))
+    far = lambda x, y: jnp.max(jnp.abs(x - y))
+    apart = [jax.tree.map(far, x, of_layer(y)) for x, y in pairs]
+    largest = max(float(x) for x in jax.tree.leaves(apart))
+    return [
+        "`drjax.contrib.diloco`, which trains here, and the two algorithms below: "
+        f"after a round, parameters differ by {largest:.0e} at most."
     ]
 
 
@@ -664,6 +697,7 @@ def main(config: Config) -> results.Results:
     remarks = [compare_order(losses)]
     if config.parts:
         remarks += tune(config, task, starts[0])
+        remarks += compare_algorithms(config, task, starts[0])
         remarks += run_in_processes(config, task, starts[0])
     result = results.Results(
         title=f"{config.steps} steps of {config.workers} workers, seeds "
