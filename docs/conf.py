@@ -135,7 +135,7 @@ sitemap_excludes = ["404.html", "search.html", "genindex.html", "_modules/*"]
 # The pages of a section, as a table of contents; those of the gallery, and those that
 # are not named, follow the links of the section's page.
 CONTENTS = {
-    "api/index": "programs blocks plans backends primitives errors",
+    "api/index": "programs blocks plans backends primitives contrib errors",
     "engines/index": "ray beam flower secure_sums data failures",
     "experiments": "experiments_tables experiments_collectives",
     "benchmarks": "experiments",
