@@ -1,6 +1,6 @@
 """Checkpoints of `drjax.contrib.diloco`: a run that resumes has the same bits.
 
-Covers: drjax.contrib.diloco.checkpoint.
+Covers: drjax.contrib.diloco.
 """
 
 import jax

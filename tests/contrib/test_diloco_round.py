@@ -1,6 +1,6 @@
 """A round of `drjax.contrib.diloco` against a loop over steps and workers.
 
-Covers: drjax.contrib.diloco.round.
+Covers: drjax.contrib.diloco.
 """
 
 from typing import Any

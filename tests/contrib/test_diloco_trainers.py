@@ -1,6 +1,6 @@
 """`drjax.contrib.diloco` around steps of Flax and Equinox, and in a whole trainer.
 
-Covers: drjax.contrib.diloco.train_state.
+Covers: drjax.contrib.diloco.
 """
 
 import dataclasses
@@ -149,7 +149,7 @@ def floats(tree: Any) -> list[np.ndarray]:
 
 def loop(step, state, params):
     """Local SGD by hand: the user's own step, and a mean of parameters in NumPy."""
-    get = params or diloco.train_state.default_params
+    get = params or diloco.default_params
     treedef = jax.tree.structure(state)
     run = eqx.filter_jit(step)
     fold = lambda x, i: (

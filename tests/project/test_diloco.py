@@ -1,6 +1,6 @@
 """The round of DiLoCo in `examples`: its values, its communication, and its workers.
 
-Covers: examples.
+Covers: examples, drjax.contrib.diloco.
 """
 
 import json
