@@ -569,6 +569,8 @@ class Round:
             reduce = partial(drjax.reduce_weighted_mean, w=weights)
         mean = reduce(changed, wire=self.wire, **options)
         worker = delayed(worker)
+        if self.delay:  # or the compiler for TPUs may wait before the steps between
+            mean, worker = jax.lax.optimization_barrier((mean, worker))
         updates, after = self.outer.update(mean, outer[p], old)
         new = jax.tree.map(lambda x, u: (x + u).astype(x.dtype), old, updates)
         if alive is not None:
@@ -608,13 +610,13 @@ class Round:
         k, leaves = self.partition.size, jax.tree_util.tree_leaves_with_path(batches)
         shapes = {jax.tree_util.keystr(path): jnp.shape(x) for path, x in leaves}
         H = next((shape[1] for shape in shapes.values() if len(shape) > 1), 0)
-        wrong = [f"batches{x}: {y}" for x, y in shapes.items() if y[:2] != (k, H)]
-        if wrong or not P <= H or self.delay > H // P:
+        wrong = [f", batches{x}: {y}" for x, y in shapes.items() if y[:2] != (k, H)]
+        if wrong or P > H or self.delay > H // P:
             raise DrjaxValueError(
                 "A round of diloco needs batches [k, H, ...], of H steps of each of "
                 f"k = {k} workers, with P <= H and delay <= H / P, as each of P "
                 f"fragments is sent and received in H / P steps; got H = {H}, P = {P}, "
-                f"delay = {self.delay}, {', '.join(wrong) or 'and no other shape'}."
+                f"delay = {self.delay}{''.join(wrong)}."
             )
         return H
 

@@ -394,11 +394,11 @@ def refused(text, *args, error: Any = drjax.DrjaxValueError, round_=ROUND, **kwa
 
 def test_batches_of_another_shape():
     good = jnp.asarray(BATCHES[0])
-    refused(r"\[k, H, \.\.\.\], .* k = 4 .* got batches: \(3, 6, 5\)", good[:3])
-    refused(r"got batches\['y'\]: \(4,\)", {"x": good, "y": jnp.ones(4)})
-    refused(r"got batches\['y'\]: \(4, 5\)", {"x": good, "y": jnp.ones((4, 5))})
-    refused("got none", {})
-    refused("got none", good[:, :0])
+    refused(r"\[k, H, \.\.\.\], .* k = 4 .*, batches: \(3, 6, 5\)\.", good[:3])
+    refused(r", batches\['y'\]: \(4,\)\.", {"x": good, "y": jnp.ones(4)})
+    refused(r", batches\['y'\]: \(4, 5\)\.", {"x": good, "y": jnp.ones((4, 5))})
+    refused(r"got H = 0, P = 2, delay = 1\.", {})
+    refused(r"got H = 0, P = 2, delay = 1\.", good[:, :0])
 
 
 @pytest.mark.parametrize(
@@ -416,7 +416,7 @@ def test_a_delay_or_fragments_that_a_round_has_no_steps_for(settings):
 
 def test_members_of_the_wrong_type_or_shape():
     batches = jnp.asarray(BATCHES[0])
-    refused("where= to be bools", batches, jnp.ones(K), error=drjax.DrjaxTypeError)
+    refused("where= as bool", batches, jnp.ones(K), error=drjax.DrjaxTypeError)
     refused(r"where= as bool \[4\].* got shape \(3,\)", batches, jnp.ones(3, bool))
     refused(r"leading axis", batches, weights=jnp.ones(5))
 
