@@ -8,7 +8,8 @@ gets the mean of the workers' changes. Streaming DiLoCo (Douillard et al. 2025, 
 2501.18512, algorithm 2) synchronizes the parameters in fragments, each at a time of its
 own, while the inner steps go on, and sends 4-bit floats. With H = 1, SGD of rate 1
 inside, so that the mean change is the mean gradient, and AdamW outside, a round is a
-step of data-parallel training.
+step of data-parallel training. `drjax.contrib.diloco` makes all of these rounds, and
+their checkpoints, of one train step.
 
 All of them train a small byte-level transformer on modules of Python's standard library
 that the repository has; each worker has modules of its own. As in the papers, all
@@ -746,7 +747,7 @@ def draw_workers(config: Config, task: Task, method: Method, run: Run) -> None:
         bigram,
     )
     shape = config.model.vocab, config.model.d_model
-    kept = jax.tree.leaves(run.state.own)
+    kept = jax.tree.leaves(run.state.workers)
     plots.sharding_of(
         config.output / "sharding.png",
         next(x for x in kept if x.shape[1:] == shape),
