@@ -17,7 +17,6 @@ arXiv 2501.18512, algorithm 2.
 """
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -132,20 +131,20 @@ def default_params(state: PyTree) -> PyTree:
     )
 
 
-class Form(NamedTuple):
+class Params(NamedTuple):
     """Where the parameters are in a frozen train state, known when it is traced."""
 
     treedef: PyTreeDef  # of the parameters
     indices: tuple[int, ...]  # of the train state's leaves, one for each parameter
 
     @classmethod
-    def of(cls, state: PyTree, params: Getter) -> "Form":
+    def of(cls, state: PyTree, params: Getter) -> "Params":
         """Find the leaves that the user's function returns, by identity.
 
         In a trace each leaf is an object of its own. So the function that selects the
         parameters is enough to replace them.
         """
-        found: list[PyTree] = []
+        results: list[PyTree] = []
 
         def trace(state: PyTree) -> None:
             index = {id(x): i for i, x in enumerate(jax.tree.leaves(state))}
@@ -159,20 +158,20 @@ class Form(NamedTuple):
                 return index.get(id(x), Static(x))
 
             chosen = params(thaw(state))
-            found.append(jax.tree_util.tree_map_with_path(number, chosen))
+            results.append(jax.tree_util.tree_map_with_path(number, chosen))
 
         jax.eval_shape(trace, state)
-        indices, treedef = jax.tree.flatten(found[0])
+        indices, treedef = jax.tree.flatten(results[0])
         return cls(treedef, tuple(indices))
 
-    def params(self, state: PyTree) -> list[Array]:
+    def get(self, state: PyTree) -> list[Array]:
         leaves = jax.tree.leaves(state)
         return [leaves[i] for i in self.indices]
 
-    def replace(self, state: PyTree, params: list[Any]) -> PyTree:
-        """The train state with other parameters, or with nodes in their place."""
+    def set(self, state: PyTree, values: list[Any]) -> PyTree:
+        """The train state with other values, or with nodes in their place."""
         leaves, treedef = jax.tree.flatten(state)
-        for i, x in zip(self.indices, params, strict=True):
+        for i, x in zip(self.indices, values, strict=True):
             leaves[i] = x
         return treedef.unflatten(leaves)
 
@@ -181,29 +180,29 @@ class Form(NamedTuple):
 # Fragments
 
 
-Rows = tuple[int, ...] | None  # of a leaf's leading axis; None: the whole leaf
+Slices = tuple[int, ...] | None  # of a leaf's leading axis; None: the whole leaf
 
 
 class Fragment(NamedTuple):
     """Parameters that are sent together."""
 
     names: tuple[str, ...]  # of its units
-    leaves: Mapping[int, Rows]
+    leaves: Mapping[int, Slices]
     bytes: int
     treedef: PyTreeDef  # of all parameters
 
     def take(self, leaves: Sequence[Array]) -> PyTree:
         """The tree of the parameters, with None for what is not in the fragment."""
         out: list[Any] = [None] * len(leaves)
-        for i, rows in self.leaves.items():
-            out[i] = leaves[i] if rows is None else leaves[i][_index(rows)]
+        for i, slices in self.leaves.items():
+            out[i] = leaves[i] if slices is None else leaves[i][_index(slices)]
         return self.treedef.unflatten(out)
 
     def put(self, leaves: Sequence[Array], values: PyTree) -> list[Array]:
         """The leaves with other values of the fragment, a tree as `take` makes it."""
         out, new = list(leaves), self.treedef.flatten_up_to(values)
-        for i, rows in self.leaves.items():
-            out[i] = new[i] if rows is None else out[i].at[_index(rows)].set(new[i])
+        for i, slices in self.leaves.items():
+            out[i] = new[i] if slices is None else out[i].at[_index(slices)].set(new[i])
         return out
 
 
@@ -257,7 +256,7 @@ def fragments(
       layers: Leaves in whose paths it finds the same text are one unit, as of a layer:
         `r"blocks/\\d+"`.
       scanned: The leaves of layers that are stacked on their leading axis, for
-        `jax.lax.scan`: row i of all of them is one unit.
+        `jax.lax.scan`: slice i of all of them is one unit.
       apart: The leaves that make a fragment of their own, the last one, as embeddings.
 
     Returns:
@@ -289,17 +288,17 @@ def fragments(
                 f"diloco.fragments({name}={pattern!r}) finds none of the parameters "
                 f"{', '.join(paths.values())}."
             )
-    units: dict[str, dict[int, Rows]] = {}
-    alone: dict[str, dict[int, Rows]] = {}
+    units: dict[str, dict[int, Slices]] = {}
+    alone: dict[str, dict[int, Slices]] = {}
     for i, path in paths.items():
         if apart and re.search(apart, path):
             alone[path] = {i: None}
-        elif scanned and leaves[i].ndim and (found := re.search(scanned, path)):
-            for row in range(leaves[i].shape[0]):
-                units.setdefault(f"{found[0]}[{row}]", {})[i] = (row,)
+        elif scanned and leaves[i].ndim and (match := re.search(scanned, path)):
+            for k in range(leaves[i].shape[0]):
+                units.setdefault(f"{match[0]}[{k}]", {})[i] = (k,)
         else:
-            found = layers and re.search(layers, path)
-            units.setdefault(found[0] if found else path, {})[i] = None
+            match = layers and re.search(layers, path)
+            units.setdefault(match[0] if match else path, {})[i] = None
     parts = (integer_of(count) or 0) - bool(alone)
     if not min(1, len(units)) <= parts <= len(units) or not (units or alone):
         raise DrjaxValueError(
@@ -320,15 +319,16 @@ def fragments(
 
 def _join(units: Any, treedef: PyTreeDef, leaves: list[Any]) -> Fragment:
     """One fragment of several units, each of which has leaves by their index."""
-    joined: dict[int, Rows] = {}
+    joined: dict[int, Slices] = {}
     for unit in units.values():
-        for i, rows in unit.items():
-            joined[i] = None if rows is None else (*(joined.get(i) or ()), *rows)
+        for i, slices in unit.items():
+            joined[i] = None if slices is None else (*(joined.get(i) or ()), *slices)
     size = 0
-    for i, rows in joined.items():
-        shape = leaves[i].shape if rows is None else (len(rows), *leaves[i].shape[1:])
-        size += math.prod(shape) * leaves[i].dtype.itemsize
-        if rows == tuple(range(leaves[i].shape[0] if rows else 0)):
+    for i, slices in joined.items():
+        x, of_scan = leaves[i], slices is not None
+        share = len(slices) / x.shape[0] if of_scan else 1
+        size += round(x.size * share) * x.dtype.itemsize
+        if of_scan and len(slices) == x.shape[0]:
             joined[i] = None  # all of them
     return Fragment(tuple(units), joined, size, treedef)
 
@@ -337,11 +337,11 @@ def _shapes(leaves: list[Any]) -> list[tuple[int, ...]]:
     return [tuple(x.shape) for x in leaves]
 
 
-def _index(rows: tuple[int, ...]) -> Any:
-    """Rows as a slice if they are at one distance, which needs no gather."""
-    step = rows[1] - rows[0] if len(rows) > 1 else 1
-    even = rows == tuple(range(rows[0], rows[-1] + 1, step))
-    return slice(rows[0], rows[-1] + 1, step) if even else np.array(rows)
+def _index(slices: tuple[int, ...]) -> Any:
+    """As an index: one with a stride, which needs no gather, if they have one."""
+    step = slices[1] - slices[0] if len(slices) > 1 else 1
+    even = slices == tuple(range(slices[0], slices[-1] + 1, step))
+    return slice(slices[0], slices[-1] + 1, step) if even else np.array(slices)
 
 
 # ---------------------------------------------------------------------------------
@@ -373,7 +373,7 @@ class Round:
       step: `(state, batch) -> (state, metrics)` of one worker. The train state is a
         pytree of any library, which has the state of the inner optimizer.
       workers: k, or a mapping such as `{"slices": 2}` from the name of the partition,
-        and of the mesh axis that carries it. Default name: `workers`.
+        and of the mesh axis over which it is sharded. Default name: `workers`.
       outer: The outer optimizer, of optax. Default: that of the paper,
         `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
       fragments: The number P of fragments, which are synchronized one after another in
@@ -394,7 +394,7 @@ class Round:
         `[k, H, ...]`, `delay` is longer than H / P, or `fragments` are of others.
       DrjaxTypeError: In a call: `where` are not bools, or `weights` no numbers.
       TypeError: In a call: `step` returns other types than it gets, by `jax.lax.scan`.
-      EngineError: `outer` is not given, and optax is not installed.
+      EngineError: `outer` is missing, and optax is not installed.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -472,14 +472,14 @@ class Round:
             are of others.
         """
         state = freeze(state)
-        form = Form.of(state, self.params)
+        params = Params.of(state, self.params)
         state = jax.tree.map(self._place, state)
-        theta = form.params(state)
-        tree = form.treedef.unflatten(theta)
+        theta = params.get(state)
+        tree = params.treedef.unflatten(theta)
         parts = self._parts(tree)
         outer = [self.outer.init(part.take(theta)) for part in parts]
-        workers = jax.tree.map(partial(self._spread, rows=_copies, lead=0), state)
-        kept = self._kept(workers, form, parts)
+        workers = jax.tree.map(partial(self._spread, slices=_copies, lead=0), state)
+        kept = self._kept(workers, params, parts)
         return State(tree, jax.tree.map(self._place, outer), kept)
 
     def resize(self, state: State) -> State:
@@ -489,11 +489,12 @@ class Round:
         last ones go. The arrays are placed as by `init`.
         """
 
-        def rows(x: PartitionedArray, k: int) -> PartitionedArray:
+        def slices(x: PartitionedArray, k: int) -> PartitionedArray:
             new = _copies(x[0], k)[len(x) :]
             return jnp.concatenate([x, new]) if len(new) else x[:k]
 
-        workers = jax.tree.map(partial(self._spread, rows=rows, lead=1), state.workers)
+        spread = partial(self._spread, slices=slices, lead=1)
+        workers = jax.tree.map(spread, state.workers)
         return State(*jax.tree.map(self._place, (state.theta, state.outer)), workers)
 
     # -----------------------------------------------------------------------------
@@ -504,8 +505,8 @@ class Round:
     ) -> tuple[State, PyTree]:
         theta, treedef = jax.tree.flatten(state.theta)
         parts, outer, before = self._parts(state.theta), state.outer, state.workers
-        row = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-        form = Form.of(fill(jax.tree.map(row, before), theta), self.params)
+        one = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+        params = Params.of(fill(jax.tree.map(one, before), theta), self.params)
         P, H = len(parts), self._steps(batches, len(parts))
         alive, metrics = self._members(where, weights), []
 
@@ -515,8 +516,8 @@ class Round:
                 return worker
 
             def steps(worker: PyTree, batches: PyTree) -> Any:
-                rows = jax.tree.map(lambda x: x[first:last], batches)
-                return jax.lax.scan(self._step, worker, rows)
+                slices = jax.tree.map(lambda x: x[first:last], batches)
+                return jax.lax.scan(self._step, worker, slices)
 
             worker, got = drjax.map_fn(steps, (worker, batches))
             metrics.append(got)
@@ -528,21 +529,21 @@ class Round:
             sent = last - self.delay
             run = theta, outer, advance(worker, p * H // P, sent), alive
             delayed = partial(advance, first=sent, last=last)
-            run = self._exchange(p, part, form, weights, run, delayed)
+            run = self._exchange(p, part, params, weights, run, delayed)
             theta, outer, worker, alive = run
         if alive is not None:
 
             def back(alive: Array, worker: PyTree, before: PyTree, theta: Any) -> Any:
                 """A worker that does not count begins with the global parameters."""
                 old = fill(before, theta)
-                pairs = zip(theta, form.params(old), strict=True)
-                old = form.replace(old, [x if is_float(x) else own for x, own in pairs])
+                pairs = zip(theta, params.get(old), strict=True)
+                old = params.set(old, [x if is_float(x) else own for x, own in pairs])
                 return jax.tree.map(partial(jnp.where, alive), worker, old)
 
             args = alive, worker, before, drjax.broadcast(theta)
             worker = drjax.map_fn(back, args)
         join = lambda parts: jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
-        kept = self._kept(worker, form, parts)
+        kept = self._kept(worker, params, parts)
         return State(treedef.unflatten(theta), outer, kept), drjax.map_fn(join, metrics)
 
     def _step(self, worker: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
@@ -550,15 +551,15 @@ class Round:
         return freeze(state), metrics
 
     def _exchange(
-        self, p: int, part: Fragment, form: Form, weights: Any, run: Run, delayed: Any
+        self, p: int, part: Fragment, params: Params, weights: Any, run: Run, wait: Any
     ) -> Run:
-        """One fragment, from when it is sent until it is received, `delayed` later.
+        """One fragment, from when it is sent until it is received, after `wait`.
 
         All communication of a round is here. The steps between depend on none of it.
         """
         theta, outer, worker, alive = run
         old = part.take(theta)
-        own = lambda worker: part.take(form.params(worker))
+        own = lambda worker: part.take(params.get(worker))
         change = lambda old, worker: jax.tree.map(jnp.subtract, old, own(worker))
         changed = drjax.map_fn(change, (drjax.broadcast(old), worker))
         if self.drop_diverged:
@@ -568,7 +569,7 @@ class Round:
         if weights is not None:
             reduce = partial(drjax.reduce_weighted_mean, w=weights)
         mean = reduce(changed, wire=self.wire, **options)
-        worker = delayed(worker)
+        worker = wait(worker)
         if self.delay:  # or the compiler for TPUs may wait before the steps between
             mean, worker = jax.lax.optimization_barrier((mean, worker))
         updates, after = self.outer.update(mean, outer[p], old)
@@ -582,7 +583,7 @@ class Round:
             a = self.mixing
             mix = lambda x, y: (a * x + (1 - a) * y).astype(x.dtype)
             new = new if self._replaces else jax.tree.map(mix, own(worker), new)
-            return form.replace(worker, part.put(form.params(worker), new))
+            return params.set(worker, part.put(params.get(worker), new))
 
         worker = drjax.map_fn(merge, (worker, drjax.broadcast(new)))
         outer = [*outer[:p], after, *outer[p + 1 :]]
@@ -593,17 +594,17 @@ class Round:
         """Whether a worker keeps nothing of its own, which is known without a trace."""
         return isinstance(self.mixing, int | float) and self.mixing == 0
 
-    def _kept(self, workers: PyTree, form: Form, parts: tuple[Fragment, ...]) -> PyTree:
+    def _kept(self, workers: PyTree, params: Params, parts: Any) -> PyTree:
         """The workers without the leaves that all received at the end of a round."""
         whole = parts[-1].leaves if self._replaces else {}
-        own = enumerate(form.params(workers))
+        own = enumerate(params.get(workers))
         shared = lambda i: i in whole and whole[i] is None
-        return form.replace(workers, [Shared(i) if shared(i) else x for i, x in own])
+        return params.set(workers, [Shared(i) if shared(i) else x for i, x in own])
 
     def _parts(self, theta: PyTree) -> tuple[Fragment, ...]:
-        given = self.fragments
-        given = given if isinstance(given, Fragments) else fragments(theta, given)
-        return given.check(theta)
+        parts = self.fragments
+        parts = parts if isinstance(parts, Fragments) else fragments(theta, parts)
+        return parts.check(theta)
 
     def _steps(self, batches: PyTree, P: int) -> int:
         """H, of the batches `[k, H, ...]` of a round."""
@@ -623,9 +624,9 @@ class Round:
     def _members(self, where: Any, weights: Any) -> Any:
         """Who counts in a round as it begins, bool `[k]`; None: all."""
         if weights is not None:
-            there = drjax.map_fn(lambda x: x > 0, weights)
+            present = drjax.map_fn(lambda x: x > 0, weights)
             both = lambda *x: x[0] & x[1]
-            return there if where is None else drjax.map_fn(both, (where, there))
+            return present if where is None else drjax.map_fn(both, (where, present))
         return drjax.broadcast(True) if where is None and self.drop_diverged else where
 
     # -----------------------------------------------------------------------------
@@ -637,15 +638,15 @@ class Round:
         return x if sharding is None else jax.device_put(x, sharding)
 
     def _spread(
-        self, x: Array, rows: Callable[[Array, int], PartitionedArray], lead: int
+        self, x: Array, slices: Callable[[Array, int], PartitionedArray], lead: int
     ) -> PartitionedArray:
         """Make a slice for each worker, of an array with `lead` axes of workers."""
         k, sharding = self.partition.size, self._sharding(x, lead, of_workers=True)
         if sharding is None:
-            return rows(x, k)
+            return slices(x, k)
         if x.sharding.device_set != sharding.device_set:
             x = jax.device_put(x, self._sharding(x, lead))
-        return jax.jit(rows, static_argnums=1, out_shardings=sharding)(x, k)
+        return jax.jit(slices, static_argnums=1, out_shardings=sharding)(x, k)
 
     def _sharding(self, x: Array, lead: int = 0, of_workers: bool = False) -> Any:
         """That of the model, and of the workers; None in a trace or without a mesh."""
@@ -756,8 +757,8 @@ class Checkpoints:
         saved = {name: tuple(x.shape) for name, x in item.items()}
         of_workers = lambda name: name.startswith(".workers")
         one = {name: shape[of_workers(name) :] for name, shape in saved.items()}
-        wanted = _by_path(like)
-        differ = {(name, x.shape[of_workers(name) :]) for name, x in wanted.items()}
+        expected = _by_path(like)
+        differ = {(name, x.shape[of_workers(name) :]) for name, x in expected.items()}
         differ ^= {*one.items()}
         if differ:
             raise DrjaxValueError(
@@ -778,7 +779,7 @@ class Checkpoints:
 
         types = {
             name: jax.ShapeDtypeStruct(saved[name], x.dtype, sharding=sharding(name, x))
-            for name, x in wanted.items()
+            for name, x in expected.items()
         }
         state = args.Composite(state=args.StandardRestore(types))
         read = self._manager.restore(rounds, args=state)["state"]

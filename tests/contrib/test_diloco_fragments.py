@@ -23,7 +23,7 @@ PARAMS = {
 PATTERNS: dict[str, dict] = {
     "leaves": {},
     "layers": dict(layers=r"layers/\d+"),
-    "rows": dict(scanned="scanned"),
+    "slices": dict(scanned="scanned"),
     "all": dict(layers=r"layers/\d+", scanned="^scanned", apart="embed"),
     "leaves and apart": dict(apart="table"),
 }
@@ -70,7 +70,7 @@ def test_layers_of_one_size_are_dealt_in_turn():
     in_turn = diloco.fragments({"x": stacked}, 3, scanned="x")
     expected = [("x[0]", "x[3]"), ("x[1]", "x[4]"), ("x[2]", "x[5]")]
     assert names(in_turn) == expected
-    # Rows at one distance are a slice, without a gather.
+    # Slices at one distance are a slice, without a gather.
     jaxpr = jax.make_jaxpr(in_turn.parts[1].take)([jnp.ones((6, 1)), jnp.ones((6, 2))])
     assert "gather" not in str(jaxpr) and "stride" in str(jaxpr)
     whole = diloco.fragments({"x": stacked}, 1, scanned="x")

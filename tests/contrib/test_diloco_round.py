@@ -90,14 +90,14 @@ def loop(parts, delay=0, mixing=0.0, where=None, weights=None, drop_diverged=Fal
                 losses[r, i, t - 1] = metrics["loss"]
             for p in range(P):
                 leaves = parts.parts[p].leaves
-                rows = {
+                slices = {
                     j: slice(None) if x is None else list(x) for j, x in leaves.items()
                 }
                 received = (p + 1) * H // P
                 if t == received - delay:
                     change = {
                         j: [theta[j][x] - get(worker)[j][x] for worker in workers]
-                        for j, x in rows.items()
+                        for j, x in slices.items()
                     }
                     if drop_diverged:
                         finite = lambda i, change=change: all(
@@ -111,17 +111,17 @@ def loop(parts, delay=0, mixing=0.0, where=None, weights=None, drop_diverged=Fal
                     }
                 if t == received:
                     for j, g in sent[p].items():
-                        x = rows[j]
+                        x = slices[j]
                         momentum[j][x] = g + MOMENTUM * momentum[j][x]
                         theta[j][x] -= RATE * (g + MOMENTUM * momentum[j][x])
                     for i in range(K):
                         own = get(workers[i])
-                        for j, x in rows.items():
+                        for j, x in slices.items():
                             mixed = mixing * own[j][x] if mixing else 0
                             own[j][x] = mixed + (1 - mixing) * theta[j][x]
                         workers[i] = put(workers[i], own)
         pairs = zip(alive, workers, before, strict=True)
-        workers = [new if there else with_theta(old) for there, new, old in pairs]
+        workers = [new if present else with_theta(old) for present, new, old in pairs]
     return tree.unflatten(theta), workers, losses
 
 
@@ -239,7 +239,7 @@ def test_where_sums_are_exact_bits_do_not_depend_on_devices(name, jit):
 
 def test_temporary_memory_does_not_grow_with_the_workers_of_a_device():
     def temporary(workers):
-        width, rows = 64, 16
+        width, slices = 64, 16
 
         def step(state, batch):
             loss = lambda w: jnp.mean(jnp.tanh(batch @ w) ** 2)
@@ -248,7 +248,7 @@ def test_temporary_memory_does_not_grow_with_the_workers_of_a_device():
 
         round_ = diloco.Round(step, workers)
         state = jax.eval_shape(round_.init, {"params": jnp.zeros((width, width))})
-        batches = jax.ShapeDtypeStruct((workers, H, rows, width), jnp.float32)
+        batches = jax.ShapeDtypeStruct((workers, H, slices, width), jnp.float32)
         run = drjax.jit(round_, groups_per_step=1)
         compiled = run.lower(state, batches).compile()
         return Report.of(compiled).temp_bytes
@@ -271,10 +271,10 @@ def test_a_kernel_without_a_rule_of_vmap_runs_with_one_worker_on_a_device():
 
     settings: dict[str, Any] = dict(fragments=1, delay=1, mixing=0.5)
     round_ = diloco.Round(step, 8, outer=optax.sgd(1.0), **settings)
-    batches, there = jnp.ones((8, H, 3)), jnp.arange(8) > 2
+    batches, present = jnp.ones((8, H, 3)), jnp.arange(8) > 2
     with in_mesh_of({"workers": 8}):
         state = round_.init({"params": jnp.zeros(3)})
-        state, metrics = jax.jit(round_)(state, batches, there)
+        state, metrics = jax.jit(round_)(state, batches, present)
     np.testing.assert_array_equal(state.params, np.full(3, -2.0 * (H - 1)))
     assert metrics.shape == (8, H, 3)
 
@@ -313,10 +313,10 @@ def test_a_round_has_a_derivative_by_what_the_outer_optimizer_closes_over():
             state, metrics = round_(state, jnp.asarray(batches))
         return metrics["loss"].mean()
 
-    at = 0.5, 0.25
-    slopes = jax.grad(loss, (0, 1))(*at)
+    point = 0.5, 0.25
+    slopes = jax.grad(loss, (0, 1))(*point)
     for i, slope in enumerate(slopes):
-        step_by = lambda h, i=i: loss(*(x + h * (i == j) for j, x in enumerate(at)))
+        step_by = lambda h, i=i: loss(*(x + h * (i == j) for j, x in enumerate(point)))
         numeric = (step_by(1e-2) - step_by(-1e-2)) / 2e-2
         np.testing.assert_allclose(slope, numeric, rtol=0.02)
 

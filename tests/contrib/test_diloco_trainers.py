@@ -148,7 +148,7 @@ def floats(tree: Any) -> list[np.ndarray]:
 
 
 def loop(step, state, params):
-    """Local SGD by hand: the user's own step, and a mean of parameters in NumPy."""
+    """Local SGD, hand-written: the user's own step, and a mean of parameters."""
     get = params or diloco.default_params
     treedef = jax.tree.structure(state)
     run = eqx.filter_jit(step)
