@@ -10,14 +10,18 @@ Sharp edges: `jax.jit` cannot be asked whether a call would compile. So the type
 arguments are looked up at each call, which takes some microseconds.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from drjax import _compat
-from drjax._jit.tune import arguments_key, groups_of_device
+from drjax._jit.tune import arguments_key, planned_call
+from drjax.backends import xla
 from drjax.backends.xla import step_size
+
+_logger = logging.getLogger("drjax")
 
 
 class AtOnce:
@@ -58,5 +62,8 @@ class AtOnce:
         traced = self.call.trace(*args, **kwargs)
         memory: Any = traced.lower().compile().memory_analysis()
         budget = self._budget or step_size.free_bytes(devices)
-        count, used = groups_of_device(traced), memory.temp_size_in_bytes
-        return step_size.all_fit(count, lambda _: used, budget)
+        fits, call = memory.temp_size_in_bytes <= budget, planned_call(traced)
+        if fits and call is not None:
+            text = step_size.memory_text(memory.temp_size_in_bytes, budget)
+            _logger.info("%s", xla.Choice(call[0], "store", None, text))
+        return fits

@@ -153,17 +153,6 @@ def planned_call(traced: jax.stages.Traced) -> tuple[Plan, bool] | None:
     return None
 
 
-def groups_of_device(traced: jax.stages.Traced) -> int:
-    """Return the most groups that can run at once on a device.
-
-    That is the number of slots of a device, places for one group each, of which the
-    last ones of the last devices may be padding; 1 if the function has no plan with
-    groups.
-    """
-    call = planned_call(traced)
-    return 1 if call is None else xla.groups_of_device(call[0])
-
-
 def _least_seconds(
     run: jax.stages.Wrapped, args: tuple, kwargs: dict[str, Any]
 ) -> float:

@@ -168,7 +168,7 @@ def fitted(
     second = ways[others[0]] if others else None
     chosen, step = step_size.best(count, ways[first], second, budget)
     residuals = next(name for name, way in ways.items() if way is chosen)
-    memory = f"{chosen.temp_bytes(step):,} of {budget:,} bytes of temporary memory"
+    memory = step_size.memory_text(chosen.temp_bytes(step), budget)
     result = Choice(
         plans[residuals], residuals, None if step == count else step, memory
     )

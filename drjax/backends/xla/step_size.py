@@ -178,6 +178,11 @@ def best(
     return repeating, size
 
 
+def memory_text(used: int, budget: int) -> str:
+    """Write what a program takes, for logs and `drjax.check`."""
+    return f"{used:,} of {budget:,} bytes of temporary memory"
+
+
 def free_bytes(devices: Sequence[Any]) -> int:
     """Return the bytes of free memory of the device that has the least.
 
