@@ -244,7 +244,7 @@ class CompiledStage:
         return functools.partial(compiled, *exported_of(self.stage).consts)
 
     @functools.cached_property
-    def next_batch(self) -> functools.partial:
+    def next_batch(self) -> Callable[..., tuple[list[Running], list[Any]]]:
         """The function of a further batch of a block, compiled.
 
         It is `batched`, with the `Running` reductions of the batches before as its
@@ -255,7 +255,7 @@ class CompiledStage:
         def run(running: list[Running], *args: Any) -> tuple[list[Running], list[Any]]:
             outs = call(*args)
             added = [x.add(y) for x, y in zip(running, outs, strict=False)]
-            return added, outs[len(running) :]
+            return added, [*outs[len(running) :]]
 
         compiled = jax.jit(run, donate_argnums=0)
         return lambda running, *args: compiled(
