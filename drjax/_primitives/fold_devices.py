@@ -133,7 +133,8 @@ def _function_of_parts(jaxpr: ClosedJaxpr, m: int) -> Callable[..., list[Array]]
 def of_parts(jaxpr: ClosedJaxpr, layout: Layout) -> ClosedJaxpr:
     """Trace the function of a part of the elements of a pointwise jaxpr's operands."""
     m = layout.devices
-    parts = [_compat.ShapedArray(_width(x, m), x.dtype) for x in jaxpr.in_avals]
+    avals: list[Aval] = jaxpr.in_avals
+    parts = [_compat.ShapedArray(_width(x, m), x.dtype) for x in avals]
     with group_context(layout):
         run = _function_of_parts(jaxpr, m)
         traced, consts = _compat.trace_to_jaxpr(run, parts, "part")

@@ -174,7 +174,7 @@ def _types_of_saved(
         lead = (len(levels(layout.devices, layout.used)),)
         return [device_aval(x, layout, (*lead, *x.shape)) for x in totals]
     assert part is not None
-    parts = part.out_avals
+    parts: list[Aval] = part.out_avals
     return [
         device_aval(x, layout, (layout.used, *y.shape))
         for x, y in zip(totals, parts, strict=True)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from drjax import _compat
-from drjax._compat.types import Array, ClosedJaxpr
+from drjax._compat.types import Array, Aval, ClosedJaxpr
 from drjax._primitives.device_sums import psum
 from drjax._primitives.fold_devices import Columns, Swaps, states_of_devices
 from drjax._primitives.fold_trees import (
@@ -46,7 +46,7 @@ class Root:
     layout: Layout
     tree: Tree
     device: Array | int
-    varying: frozenset[str] = frozenset()
+    varying: frozenset[str]
 
     def exchange(self, own: States) -> States:
         """Receive what the device needs of others' tops: arrays to save."""
@@ -84,12 +84,12 @@ class Root:
         """Keep on the first device what all have; zeros elsewhere."""
         return zeros_unless(self.device == 0, xs)
 
-    def sum(self, xs: Sequence[Array]) -> Sequence[Array]:
+    def sum(self, xs: Sequence[Array]) -> list[Array]:
         """Sum values over the devices, in one all-reduce."""
         if not (xs and self.layout.axes):
-            return xs
+            return [*xs]
         axes = self.varying | set(self.layout.axes)
-        return psum(self.layout, *(vary(x, axes) for x in xs))
+        return [*psum(self.layout, *(vary(x, axes) for x in xs))]
 
     def _is_mine(self, x: Array) -> Array:
         """Mark the own top among those of all devices."""
@@ -104,8 +104,8 @@ class RootOfColumns(Root):
     Scalars enter on the first device only, backwards, as all columns read them.
     """
 
-    columns: Columns = None  # pyright: ignore[reportAssignmentType]
-    parts: Sequence[ClosedJaxpr] = ()
+    columns: Columns
+    parts: Sequence[ClosedJaxpr]
 
     def exchange(self, own: States) -> States:
         return [self.columns.exchange(i, x) for i, x in enumerate(own)]
@@ -236,7 +236,7 @@ def root_of(
         return RootOfSwaps(*where)
     if tree.mode.way != COLUMNS:
         return Root(*where)
-    shapes = [y.shape for y in tree.init], [x.shape for x in parts[0].out_avals]
-    n = tree.n_states
-    columns = Columns(layout, shapes[0], shapes[1][:n])
+    outs: list[Aval] = parts[0].out_avals
+    of_parts = [x.shape for x in outs[: tree.n_states]]
+    columns = Columns(layout, [y.shape for y in tree.init], of_parts)
     return RootOfColumns(*where, columns, parts)

@@ -1,6 +1,7 @@
 """Folds over devices: by columns, by swaps, or gathered; the same bits in each way.
 
-Covers: drjax._primitives.fold_devices, drjax._jaxprs.elementwise.
+Covers: drjax._primitives.fold_devices, drjax._primitives.fold_roots,
+drjax._primitives.fold_trees, drjax._jaxprs.elementwise.
 """
 
 import functools
