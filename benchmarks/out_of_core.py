@@ -15,7 +15,7 @@ run, and only what is far apart.
 
 A second table is of a million tiny groups, one step of linear regression: CPU seconds
 of a step, from arrays, from arrays by `Groups.from_batches`, from a Parquet file, and
-from that file by hand, Arrow's batches of rows to numpy.
+from that file hand-written, Arrow's batches of rows to numpy.
 """
 
 import argparse
@@ -162,7 +162,7 @@ def measure_tiny(kind: str, n: int) -> dict[str, Any]:
         rows = arrow.FixedSizeListArray.from_arrays(data["x"].reshape(-1), 4)
         files.write_table(arrow.table({"x": rows, "y": data["y"]}), path)
 
-        def by_hand() -> tuple[Any, Any]:
+        def handwritten() -> tuple[Any, Any]:
             value, gradient = jnp.zeros(()), jnp.zeros(4)
             with files.ParquetFile(path) as file:
                 for batch in file.iter_batches(_TINY_CHUNK):
@@ -178,7 +178,7 @@ def measure_tiny(kind: str, n: int) -> dict[str, Any]:
             "arrays": lambda: step(w, data),
             "Groups.from_batches": lambda: step(w, Groups.from_batches(read, n)),
             "Parquet": lambda: step(w, Parquet(path)),
-            "hand-written from Parquet": by_hand,
+            "hand-written from Parquet": handwritten,
         }
         seconds = []
         for _ in range(6):  # the first one compiles

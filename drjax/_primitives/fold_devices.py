@@ -10,7 +10,7 @@ differentiate the fold in its own state:
                                 an all-to-all: for a function that acts on each element
                                 alone. Scalars, as a score by which a group is chosen,
                                 are gathered.
-    swaps      B log2 m         the states beside its path to the root, `[levels, *s]`:
+    swaps      B log2 m         the states next to its path to the root, `[levels, *s]`:
                                 in level b device d swaps the state of its node with
                                 device d XOR 2^b, and both combine the two in their
                                 order
@@ -166,7 +166,7 @@ def choose_way(
     pointwise = all(x is not None and is_pointwise(x) for x in jaxprs)
     if scalars and pointwise and all(math.prod(x.shape) for x in leaves):
         return COLUMNS
-    rounds = sum(len(level.rounds) for level in levels(layout.devices, layout.used))
+    rounds = sum(len(swap.rounds) for swap in levels(layout.devices, layout.used))
     return SWAPS if rounds < max(layout.devices, 2) else GATHERED
 
 
@@ -250,7 +250,7 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Level:
+class TreeLevel:
     """A level of the tree over the devices, whose nodes have `size` devices each.
 
     Attributes:
@@ -266,13 +266,13 @@ class Level:
 
 
 @functools.lru_cache(maxsize=64)
-def levels(m: int, used: int) -> tuple[Level, ...]:
+def levels(m: int, used: int) -> tuple[TreeLevel, ...]:
     """List the levels of the tree over m devices; the first `used` have groups.
 
     In round t, the right node of a pair sends its state to as many devices of the left
     node as it has itself, so that a node with fewer devices takes several rounds.
     """
-    found, size = [], 1
+    result, size = [], 1
     while size < m:
         rounds: dict[int, list[tuple[int, int]]] = {}
         for first in range(0, min(m - size, used), 2 * size):
@@ -283,9 +283,9 @@ def levels(m: int, used: int) -> tuple[Level, ...]:
                     t, source = divmod(i, len(right))
                     rounds.setdefault(t, []).append((right[source], device))
         full = m % (2 * size) == 0 and used > m - size
-        found.append(Level(size, tuple(map(tuple, rounds.values())), full))
+        result.append(TreeLevel(size, tuple(map(tuple, rounds.values())), full))
         size *= 2
-    return tuple(found)
+    return tuple(result)
 
 
 @dataclass(frozen=True)
@@ -301,12 +301,12 @@ class Swaps:
     combine: Combine
 
     @property
-    def levels(self) -> tuple[Level, ...]:
+    def levels(self) -> tuple[TreeLevel, ...]:
         return levels(self.layout.devices, self.layout.used)
 
-    def place(self, level: Level) -> "Place":
+    def place(self, swap: TreeLevel) -> "Place":
         """Say where this device is in a level."""
-        device, size = lax.axis_index(self.layout.axes), level.size
+        device, size = lax.axis_index(self.layout.axes), swap.size
         node = device // size
         start, neighbor = node * size, (node ^ 1) * size
         return Place(
@@ -317,22 +317,22 @@ class Swaps:
             turn=(device - start) // jnp.clip(self.layout.devices - neighbor, 1, size),
         )
 
-    def receive(self, level: Level, state: States) -> States:
+    def receive(self, swap: TreeLevel, state: States) -> States:
         """Receive the neighbor's state of a level; if there is none, copy the own."""
-        axes, place, other = self.layout.axes, self.place(level), state
-        for t, pairs in enumerate(level.rounds):
+        axes, place, other = self.layout.axes, self.place(swap), state
+        for t, pairs in enumerate(swap.rounds):
             new = [lax.ppermute(x, axes, pairs) for x in state]
-            if level.full:
+            if swap.full:
                 return new
             mine = place.meets & jnp.where(place.is_left, place.turn == t, t == 0)
             other = [jnp.where(mine, x, y) for x, y in zip(new, other, strict=True)]
         return other
 
-    def step(self, level: Level, state: States, other: States) -> States:
+    def step(self, swap: TreeLevel, state: States, other: States) -> States:
         """Combine the state of a node with the neighbor's, in their order."""
-        place = self.place(level)
+        place = self.place(swap)
         total = self.combine(*place.in_order(state, other))
-        if level.full:
+        if swap.full:
             return total
         both = place.real & place.meets
         triples = zip(total, state, other, strict=True)
@@ -341,7 +341,7 @@ class Swaps:
         ]
 
     def exchange(self, own: States) -> list[States]:
-        """Collect the states beside this device's path, one for each level."""
+        """Collect the states next to this device's path, one for each level."""
         return self._climb(own)[0]
 
     def fold(self, own: States) -> States:
@@ -350,16 +350,16 @@ class Swaps:
 
     def _climb(self, state: States) -> tuple[list[States], States]:
         others = []
-        for level in self.levels:
-            others.append(self.receive(level, state))
-            state = self.step(level, state, others[-1])
+        for swap in self.levels:
+            others.append(self.receive(swap, state))
+            state = self.step(swap, state, others[-1])
         return others, state
 
     def path(self, own: States, others: list[States]) -> list[States]:
         """List the states on this device's path, from its own one to the root."""
         path = [own]
-        for level, other in zip(self.levels, others, strict=True):
-            path.append(self.step(level, path[-1], other))
+        for swap, other in zip(self.levels, others, strict=True):
+            path.append(self.step(swap, path[-1], other))
         return path
 
 

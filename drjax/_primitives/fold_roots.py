@@ -158,7 +158,7 @@ class RootOfColumns(Root):
 
 @dataclass(frozen=True)
 class RootOfSwaps(Root):
-    """The root by swaps: what is saved has the states beside the path, `[levels]`."""
+    """The root by swaps: what is saved has the states next to the path, `[levels]`."""
 
     @property
     def swaps(self) -> Swaps:
@@ -182,15 +182,15 @@ class RootOfSwaps(Root):
         dconsts, dinit, _ = self.tree.tangents()
         others, n_states = self._others(saved), self.tree.n_states
         state, moved = own, zeros_unless(self.device < self.layout.used, moved)
-        for level, other in zip(self.swaps.levels, others, strict=True):
-            place = self.swaps.place(level)
+        for swap, other in zip(self.swaps.levels, others, strict=True):
+            place = self.swaps.place(swap)
             none = [jnp.zeros_like(t) for t in moved]
             first, second = place.in_order([*state, *moved], [*other, *none])
             push = self.tree.push(zeros_unless(place.is_first, dconsts))
             new = push(first, second)[n_states:]
             both = place.real & place.meets
             moved = [jnp.where(both, x, y) for x, y in zip(new, moved, strict=True)]
-            state = self.swaps.step(level, state, other)
+            state = self.swaps.step(swap, state, other)
         push = self.tree.push(self.once(dconsts))
         init = [*self._first_state(), *(t[None] for t in self.once(dinit))]
         return self.sum(first_of(push(init, [*state, *moved])[n_states:]))
@@ -203,10 +203,10 @@ class RootOfSwaps(Root):
         above = [ct[None] for ct in tree.extra]
         consts, init, cts = tree.pull_pairs(self._first_state(), path[-1], above)
         consts = self.once(first_of(consts))
-        for level, state, other in reversed(
+        for swap, state, other in reversed(
             [*zip(self.swaps.levels, path[:-1], others, strict=True)]
         ):
-            place = self.swaps.place(level)
+            place = self.swaps.place(swap)
             of_consts, left, right = tree.pull_pairs(*place.in_order(state, other), cts)
             both = place.real & place.meets
             counts = both & place.is_first

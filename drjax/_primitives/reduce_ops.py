@@ -57,9 +57,9 @@ from drjax._primitives.extrema import (
 )
 from drjax._primitives.segments import (
     InSegments,
+    buckets_of_groups,
     combine_segments,
     reduce_segments,
-    rows_of_groups,
 )
 
 if TYPE_CHECKING:
@@ -333,7 +333,7 @@ class Running:
         """
         op = REDUCE_OPS[self.op]
         if isinstance(x, InSegments):
-            if self.excess is None and rows_of_groups(op.ufunc, x) == 1:
+            if self.excess is None and buckets_of_groups(op.ufunc, x) == 1:
                 value = combine_segments(op.ufunc, self.value, x)
                 return Running(self.op, value)
             if self.excess is not None and len(x.slices) < x.num:

@@ -14,8 +14,8 @@ reduces the k slices of the device into one array `[num, *s]` (`reduce_segments`
 
 The work is that of k slices and not of num k, and there is no array `[k, num, *s]`. A
 scatter adds one number after another, with an error that grows as k. So sums of many
-floats are added in r rows of the groups, `[r, num, *s]`, and then these: each row has
-k / r numbers, and the rows have at most an eighth of the memory of the slices.
+floats are added in r buckets of the groups, `[r, num, *s]`, and then these: each bucket
+has k / r numbers, and the buckets have at most an eighth of the memory of the slices.
 
 Invariants: infinities and NaNs reach their own segment only. Sharp edges: XLA aborts
 for a scatter or gather in an array that is sharded over two other mesh axes, and JAX
@@ -322,7 +322,7 @@ class InSegments:
         )
 
 
-_MANY_GROUPS = 1024  # of which sums are added in rows
+_MANY_GROUPS = 1024  # of which sums are added in buckets
 
 # The method of `jnp.ndarray.at` that combines by a ufunc.
 _METHODS: dict[np.ufunc, str] = {np.add: "add", np.maximum: "max", np.minimum: "min"}
@@ -365,19 +365,19 @@ def reduce_segments(
     ufunc: np.ufunc, x: InSegments, identity: ArrayLike, dtype: DTypeLike
 ) -> DeviceArray:
     """Reduce slices by segment, to `[num, *s]` of a dtype that holds theirs."""
-    rows = rows_of_groups(ufunc, x)
-    lead = () if rows == 1 else (rows,)
+    buckets = buckets_of_groups(ufunc, x)
+    lead = () if buckets == 1 else (buckets,)
     empty = lax.full((*lead, x.num, *x.slices.shape[1:]), identity, dtype)
     types = map(_compat.typeof, (x.segments, x.slices))
     axes = frozenset().union(*map(_compat.varying, types))
-    total = combine_segments(ufunc, vary(empty, axes), x, rows)
+    total = combine_segments(ufunc, vary(empty, axes), x, buckets)
     return jnp.sum(total, axis=0, dtype=dtype) if lead else total
 
 
-def rows_of_groups(ufunc: np.ufunc, x: InSegments) -> int:
-    """In how many rows to add up slices by segment; 1 where a scatter is exact enough.
+def buckets_of_groups(ufunc: np.ufunc, x: InSegments) -> int:
+    """In how many buckets to add up slices by segment; 1 where a scatter will do.
 
-    The slices that are added one after another are as many as the rows, if memory
+    The slices that are added one after another are as many as the buckets, if memory
     allows.
     """
     k = x.slices.shape[0]  # unknown with symbolic dimensions
@@ -389,21 +389,22 @@ def rows_of_groups(ufunc: np.ufunc, x: InSegments) -> int:
 
 
 def combine_segments(
-    ufunc: np.ufunc, total: Array, x: InSegments, rows: int = 1
+    ufunc: np.ufunc, total: Array, x: InSegments, buckets: int = 1
 ) -> Array:
     """Combine slices with those of their segments in `total`, `[num, *s]`.
 
-    With several rows it is `[rows, num, *s]`. No other place of it is read or written.
+    With several buckets it is `[buckets, num, *s]`. No other place of it is read or
+    written.
     """
     # Compilers cannot scatter all types of one byte, or less.
     wide = total.dtype
     if wide == jnp.bool_ or wide.itemsize == 1:
         wide = jnp.float32 if jnp.issubdtype(wide, jnp.floating) else jnp.int32
     place: Any = x.segments
-    if rows > 1:
+    if buckets > 1:
         k = x.slices.shape[0]
-        row = lax.div(lax.iota(jnp.int32, k), jnp.int32(-(-k // rows)))
-        place = (row, x.segments)
+        bucket = lax.div(lax.iota(jnp.int32, k), jnp.int32(-(-k // buckets)))
+        place = (bucket, x.segments)
     of_segments = total.astype(wide).at[place]
     new = getattr(of_segments, _METHODS[ufunc])(x.slices.astype(wide), mode="drop")
     return new.astype(total.dtype)

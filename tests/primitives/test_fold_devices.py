@@ -220,10 +220,10 @@ def test_second_derivatives_by_each_way(kind):
 def test_swaps_bring_each_device_the_state_of_the_neighbor(m):
     for used in range(1, m + 1):
         states = [frozenset({d}) if d < used else frozenset() for d in range(m)]
-        for level in levels(m, used):
-            node = lambda d, size=level.size: d // size
+        for swap in levels(m, used):
+            node = lambda d, size=swap.size: d // size
             others = [frozenset()] * m
-            for pairs in level.rounds:
+            for pairs in swap.rounds:
                 sources, targets = zip(*pairs, strict=True)
                 assert len({*sources}) == len({*targets}) == len(pairs)
                 for source, target in pairs:

@@ -128,7 +128,7 @@ def test_communication():
         gradient = drjax.collectives(jax.value_and_grad(loss_of(f)))(x).collectives
     # Of d = 500 elements, padded to 504; and the counts, which are scalars.
     width = 4 * -(-d // m)
-    total = lambda found, kind: sum(c.result_bytes for c in found if c.kind == kind)
+    total = lambda calls, kind: sum(c.result_bytes for c in calls if c.kind == kind)
     assert {c.kind for c in forward} == {"all-gather", "all-to-all"}
     assert total(forward, "all-to-all") == 2 * m * width
     assert total(forward, "all-gather") == 2 * m * width + m * 4

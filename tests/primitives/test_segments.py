@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec as P
 import drjax
 from drjax._primitives.segments import (
     InSegments,
+    buckets_of_groups,
     place_in_segment,
     placements,
     reduce_segments,
-    rows_of_groups,
     slice_of_segment,
 )
 from tests.helpers.cases import checkerboard
@@ -245,15 +245,15 @@ def test_sums_of_many_groups_are_as_exact_as_sums_of_arrays(mesh, run, block):
     np.testing.assert_allclose(ct, where[:, None] * share * np.ones(2), rtol=1e-6)
 
 
-def test_rows_of_groups_take_no_more_memory_than_their_slices():
-    rows = lambda k, num, ufunc=np.add, dtype=jnp.float32: rows_of_groups(
+def test_buckets_of_groups_take_no_more_memory_than_their_slices():
+    buckets = lambda k, num, ufunc=np.add, dtype=jnp.float32: buckets_of_groups(
         ufunc, InSegments(jnp.zeros(k, jnp.int32), jnp.zeros((k, 2), dtype), num)
     )
-    assert rows(1000, 3) == 1
-    assert rows(10_000, 3) == 100
-    assert rows(10_000, 50) == 25
-    assert rows(10_000, 5000) == 1
-    assert rows(10_000, 3, np.maximum) == rows(10_000, 3, dtype=jnp.int32) == 1
+    assert buckets(1000, 3) == 1
+    assert buckets(10_000, 3) == 100
+    assert buckets(10_000, 50) == 25
+    assert buckets(10_000, 5000) == 1
+    assert buckets(10_000, 3, np.maximum) == buckets(10_000, 3, dtype=jnp.int32) == 1
 
 
 def test_transposes():
