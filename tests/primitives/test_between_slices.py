@@ -1,4 +1,4 @@
-"""Values of collectives that the devices inside a slice divide, on virtual slices.
+"""Collectives that the devices inside a slice divide, on virtual slices.
 
 Covers: drjax._primitives.between_slices, drjax._compat.propagation.
 """
@@ -16,49 +16,6 @@ import drjax
 from drjax._primitives import between_slices
 from drjax._sharding.layout import axes_inside_slices
 from tests.helpers.meshes import AUTO, EXPLICIT, in_slices, make_mesh
-from tests.sharding import test_second_axis as second_axis
-
-SLICED = ["gather", "sum", "mean", "max", "sum by", "sharded sum", "int8", "scan"]
-OTHERS = [
-    "sum, where", "weighted mean", "min", "max by", "mean by", "bfloat16", "float8",
-    "sharded gather", "columns", "fold", "take", "put, add", "shift",
-]  # fmt: skip
-KINDS = {
-    "auto": (AUTO,) * 3,
-    "explicit": (EXPLICIT,) * 3,
-    "explicit inside": (AUTO, EXPLICIT, EXPLICIT),
-    "both inside": (AUTO, AUTO, EXPLICIT),
-}
-SPECS = {
-    "replicated": P("clients"),
-    "over one": P("clients", None, "model"),
-    "over both": P("clients", "data", "model"),
-}
-RARE = (pytest.mark.slow, pytest.mark.grid)
-
-
-def some(names, *common):
-    return [pytest.param(x, marks=() if x in common else RARE) for x in names]
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("spec", some(SPECS, "replicated"))
-@pytest.mark.parametrize("kinds", some(KINDS, "auto", "explicit"))
-@pytest.mark.parametrize("what", some(second_axis.WHAT, "value", "gradient"))
-@pytest.mark.parametrize("block", some([*SLICED, *OTHERS], *SLICED))
-@pytest.mark.parametrize("jit", second_axis.JITS)
-def test_values_are_those_of_one_slice(jit, block, what, kinds, spec):
-    fn = drjax.program(clients=second_axis.N)(second_axis.BLOCKS[block])
-    fn = second_axis.WHAT[what](fn)
-    mesh = make_mesh({"clients": 2, "data": 2, "model": 2}, KINDS[kinds])
-    with in_slices(4), jax.set_mesh(mesh):
-        x = jax.device_put(second_axis.X, NamedSharding(mesh, SPECS[spec]))
-        got = second_axis.JITS[jit](fn)(x)
-    tol = second_axis.TOLERANCES.get(block, 2e-5)
-    wants = jax.tree.leaves(second_axis.expected(block, what))
-    for a, b in zip(jax.tree.leaves(got), wants, strict=True):
-        scale = np.max(np.abs(b)) + 1e-30
-        np.testing.assert_allclose(a / scale, b / scale, rtol=0, atol=tol)
 
 
 def sent(fn, x):

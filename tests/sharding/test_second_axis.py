@@ -1,6 +1,7 @@
 """Every block where a second axis of the mesh shards the slices, as FSDP does.
 
-Covers: drjax._sharding.eval_on_mesh, drjax._sharding.execute, drjax._primitives.moves.
+Covers: drjax._sharding.eval_on_mesh, drjax._sharding.execute, drjax._primitives.moves,
+    drjax._primitives.between_slices.
 """
 
 import functools
@@ -13,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import drjax
-from tests.helpers.meshes import AUTO, EXPLICIT, make_mesh
+from tests.helpers.meshes import AUTO, EXPLICIT, in_slices, make_mesh
 from tests.helpers.plain_blocks import blocks, plainly
 
 N = 8
@@ -136,6 +137,49 @@ def test_a_second_axis_shards_the_slices(jit, block, what, kinds):
     with jax.set_mesh(mesh):
         on = NamedSharding(mesh, P("clients", None, "model"))
         got = JITS[jit](fn)(jax.device_put(X, on))
+    tol = TOLERANCES.get(block, 2e-5)
+    wants = jax.tree.leaves(expected(block, what))
+    for a, b in zip(jax.tree.leaves(got), wants, strict=True):
+        scale = np.max(np.abs(b)) + 1e-30
+        np.testing.assert_allclose(a / scale, b / scale, rtol=0, atol=tol)
+
+
+SLICED = ["gather", "sum", "mean", "max", "sum by", "sharded sum", "int8", "scan"]
+OTHERS = [
+    "sum, where", "weighted mean", "min", "max by", "mean by", "bfloat16", "float8",
+    "sharded gather", "columns", "fold", "take", "put, add", "shift",
+]  # fmt: skip
+AXES_INSIDE = {
+    "auto": (AUTO,) * 3,
+    "explicit": (EXPLICIT,) * 3,
+    "explicit inside": (AUTO, EXPLICIT, EXPLICIT),
+    "both inside": (AUTO, AUTO, EXPLICIT),
+}
+SPECS = {
+    "replicated": P("clients"),
+    "over one": P("clients", None, "model"),
+    "over both": P("clients", "data", "model"),
+}
+RARE = (pytest.mark.slow, pytest.mark.grid)
+
+
+def some(names, *common):
+    return [pytest.param(x, marks=() if x in common else RARE) for x in names]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("spec", some(SPECS, "replicated"))
+@pytest.mark.parametrize("kinds", some(AXES_INSIDE, "auto", "explicit"))
+@pytest.mark.parametrize("what", some(WHAT, "value", "gradient"))
+@pytest.mark.parametrize("block", some([*SLICED, *OTHERS], *SLICED))
+@pytest.mark.parametrize("jit", JITS)
+def test_devices_inside_a_slice_divide_the_slices(jit, block, what, kinds, spec):
+    fn = drjax.program(clients=N)(BLOCKS[block])
+    fn = WHAT[what](fn)
+    mesh = make_mesh({"clients": 2, "data": 2, "model": 2}, AXES_INSIDE[kinds])
+    with in_slices(4), jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, SPECS[spec]))
+        got = JITS[jit](fn)(x)
     tol = TOLERANCES.get(block, 2e-5)
     wants = jax.tree.leaves(expected(block, what))
     for a, b in zip(jax.tree.leaves(got), wants, strict=True):
