@@ -3,6 +3,7 @@
     python -m benchmarks.overlap --out benchmarks/results/overlap.md
 
 Each worker is a slice of TPU v5e, and workers exchange over the data center's network.
+The chips of a slice divide each layer, or (`data`) the batch of data.
 In `a round a call`, Streaming DiLoCo of `examples.algorithms`, a fragment is sent DELAY
 inner steps before it is received. In `a step a call`, trainers that compile one inner
 step send and apply a fragment in branches of that program. Nothing is run, and no TPU
@@ -118,20 +119,25 @@ def data_of(workers: int) -> jax.ShapeDtypeStruct:
 WAYS = {"a round a call": a_round_a_call, "a step a call": a_step_a_call}
 
 
-def mesh_of(slices: int) -> jax.sharding.Mesh:
-    """A worker for each slice of four chips, which divide each of its layers."""
+def mesh_of(slices: int, axis: str) -> jax.sharding.Mesh:
+    """A worker for each slice of four chips, which are along the axis."""
     chips = machine.devices(Machine(platform="tpu", topology="v5e:2x2"), slices)
-    return jax.sharding.Mesh(chips.reshape(slices, -1), ("workers", "model"))
+    return jax.sharding.Mesh(chips.reshape(slices, -1), ("workers", axis))
 
 
-def compiled(way: str, slices: int, wire: str | None, jit: Callable) -> Report:
-    """Compile one of the programs."""
-    mesh, (fn, args) = mesh_of(slices), WAYS[way](slices, wire)
+def compiled(
+    way: str, slices: int, wire: str | None, jit: Callable, axis: str = "model"
+) -> Report:
+    """Compile one of the programs, whose chips in a slice divide layers, or data."""
+    mesh, (fn, args) = mesh_of(slices, axis), WAYS[way](slices, wire)
 
     def spec(x: jax.ShapeDtypeStruct) -> P:
         of_worker = x.ndim and x.shape[0] == slices
-        layer = (None, "model") if x.shape[-2:] == (SIZE, SIZE) else ()
-        return P(*["workers"] * bool(of_worker), *layer)
+        layer = x.shape[-2:] == (SIZE, SIZE)
+        divided = {"model": (None, axis), "data": (axis,)}[axis]
+        batch = x.shape[-2:] == (BATCH, SIZE)
+        own = divided if (layer if axis == "model" else batch) else ()
+        return P(*["workers"] * bool(of_worker), *own)
 
     typed = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
@@ -154,22 +160,24 @@ def between_slices(report: Report) -> tuple[Total, Total]:
 def measure(slices: tuple[int, ...] = (2, 4), show: bool = False) -> list[list[str]]:
     """The lines of the table."""
     cells = [
-        (n, way, wire, name)
+        (n, way, axis, wire, name)
         for n in slices
         for way in WAYS
+        for axis in ("model", "data")
         for wire in WIRES
         for name in ("jax.jit", "drjax.jit")
-        if way == "a round a call" or (wire, name) == (None, "jax.jit")
+        if way == "a round a call" or (axis, wire, name) == ("model", None, "jax.jit")
     ]
     lines = []
-    for n, way, wire, name in tqdm(cells):
+    for n, way, axis, wire, name in tqdm(cells):
         jit = {"jax.jit": jax.jit, "drjax.jit": drjax.jit}[name]
-        report = compiled(way, n, wire, jit)
+        report = compiled(way, n, wire, jit, axis)
         if show:
-            print(n, way, wire, name, report, sep="\n")
+            print(n, way, axis, wire, name, report, sep="\n")
         every, hidden = between_slices(report)
         share = hidden.bytes / every.bytes
-        line = [f"{way}, {n} slices, {name}", wire or "float32", f"{every.count}"]
+        line = [f"{way}, {n} slices, {axis}, {name}", wire or "float32"]
+        line.append(f"{every.count}")
         lines.append([*line, f"{every.bytes:,}", f"{hidden.bytes:,}", f"{share:.0%}"])
     return lines
 

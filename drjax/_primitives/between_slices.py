@@ -108,8 +108,9 @@ def by_network(
     if not (free_axes() and _large(avals)):
         return collective(*xs)
     run = lambda *xs: tuple(collective(*xs))
-    jaxpr, _ = _compat.trace_to_jaxpr(run, avals, "collective")
-    return by_network_p.bind(*xs, axes=axes, collective=jaxpr, divided=divided)
+    jaxpr, consts = _compat.trace_to_jaxpr(run, avals, "collective")
+    params = {"axes": axes, "collective": jaxpr, "divided": divided}
+    return by_network_p.bind(*consts, *xs, consts=len(consts), **params)
 
 
 def all_gather(layout: Layout, x: DeviceArray) -> Array:
@@ -328,22 +329,28 @@ def _lowering_rule(
     axes: tuple[str, ...],
     collective: ClosedJaxpr,
     divided: Collective,
+    consts: int,
 ) -> Sequence[Any]:
     mesh = _compat.devices_of_shard_map(ctx)
     free = free_axes()
     inside = () if mesh is None else axes_inside_slices(mesh, axes)
     if not (inside := tuple(axis for axis in inside if axis in free)):
         return _compat.emit_jaxpr(ctx, collective, values)
-    jaxpr = _trace_divided(divided, inside, tuple(ctx.avals_in))
-    return _compat.emit_jaxpr(ctx, jaxpr, values)
+    operands = [*zip(values, ctx.avals_in, strict=True)][consts:]
+    avals = tuple(aval for _, aval in operands)
+    jaxpr, own = _trace_divided(divided, inside, avals)
+    run = lambda *xs: _compat.jaxpr_as_fun(jaxpr)(*own, *xs)
+    if own:
+        return _compat.lower_function(ctx, run, operands, True)
+    return _compat.emit_jaxpr(ctx, jaxpr, values[consts:])
 
 
 @_compat.cache()
 def _trace_divided(
     divided: Collective, inside: tuple[str, ...], avals: tuple[Aval, ...]
-) -> ClosedJaxpr:
+) -> tuple[ClosedJaxpr, list[Array]]:
     run = lambda *xs: tuple(divided(inside, *xs))
-    return _compat.trace_to_jaxpr(run, avals, "divided")[0]
+    return _compat.trace_to_jaxpr(run, avals, "divided")
 
 
 by_network_p.def_impl(_plain)

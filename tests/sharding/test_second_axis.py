@@ -77,6 +77,7 @@ BLOCKS = {
     "bfloat16": lambda x: blocks.encoded_mean(x * x, wire="bfloat16"),
     "int8": lambda x: blocks.encoded_mean(x * x, wire="int8"),
     "float8": lambda x: blocks.encoded_weighted_mean(x, W, wire="float8_e4m3fn"),
+    "float4": lambda x: blocks.encoded_mean(x, wire="float4_e2m1fn"),
     "scan": lambda x: jax.lax.scan(
         lambda c, _: (c + blocks.reduce_mean(x * c[None]), None),
         blocks.reduce_sum(x),
@@ -84,7 +85,7 @@ BLOCKS = {
         length=2,
     )[0],
 }
-TOLERANCES = {"bfloat16": 2e-2, "int8": 5e-2, "float8": 0.2}
+TOLERANCES = {"bfloat16": 2e-2, "int8": 5e-2, "float8": 0.2, "float4": 0.4}
 
 
 def weights_of(y):
@@ -144,10 +145,10 @@ def test_a_second_axis_shards_the_slices(jit, block, what, kinds):
         np.testing.assert_allclose(a / scale, b / scale, rtol=0, atol=tol)
 
 
-SLICED = ["gather", "sum", "mean", "max", "sum by", "sharded sum", "int8", "scan"]
+SLICED = ["gather", "sum", "mean", "max", "sum by", "sharded sum", "float4", "scan"]
 OTHERS = [
-    "sum, where", "weighted mean", "min", "max by", "mean by", "bfloat16", "float8",
-    "sharded gather", "columns", "fold", "take", "put, add", "shift",
+    "sum, where", "weighted mean", "min", "max by", "mean by", "bfloat16", "int8",
+    "float8", "sharded gather", "columns", "fold", "take", "put, add", "shift",
 ]  # fmt: skip
 AXES_INSIDE = {
     "auto": (AUTO,) * 3,
