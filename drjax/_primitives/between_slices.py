@@ -266,15 +266,14 @@ def _completed(ys: Sequence[Array], xs: Sequence[Array]) -> list[Array]:
     auto = AxisType.Auto in jax.sharding.get_abstract_mesh().axis_types
 
     def complete(*ys: Array) -> list[Array]:
-        pairs = zip(ys, specs, strict=True)
-        ys = [
+        whole = [
             y if _compat.typeof(y).sharding.spec == spec else reshard(y, spec)
-            for y, spec in pairs
+            for y, spec in zip(ys, specs, strict=True)
         ]
-        return [*map(_compat.unrelated, ys)] if auto else ys
+        return [*map(_compat.unrelated, whole)] if auto else whole
 
-    ys = after_arrival(complete, *ys)
-    return [*map(_lying_as, ys, xs)] if auto else ys
+    completed = after_arrival(complete, *ys)
+    return [*map(_lying_as, completed, xs)] if auto else completed
 
 
 def _lying_as(y: Array, x: Array) -> Array:

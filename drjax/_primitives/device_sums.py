@@ -191,7 +191,7 @@ def add_devices(
         *encoded.items(),
         *((None, members) for members in scattered.values()),
     ):
-        values, divided = ([ys[i] for i in members] for ys in (xs, axes))
+        values, divided = [xs[i] for i in members], [axes[i] for i in members]
         one_way = _scatter_each if wire is None else _add_encoded_shards
         add = functools.partial(one_way, layout, wire, divided)
         parts = functools.partial(_add_parts, layout, wire, divided)
