@@ -261,7 +261,11 @@ ASYNCHRONOUS: dict[str, str] = dict.fromkeys(
 
 
 def streaming_round(
-    delay: int, options: dict[str, str], workers: int = 8, slices: int = 1
+    delay: int,
+    options: dict[str, str],
+    workers: int = 8,
+    slices: int = 1,
+    wire: str | None = None,
 ) -> list[Collective]:
     """The exchanges of workers in a round of Streaming DiLoCo with two fragments."""
     mesh, size = tpu_mesh({"workers": workers, "model": 8 // workers}, slices), 256
@@ -272,7 +276,9 @@ def streaming_round(
         return jnp.mean((jnp.tanh(data @ a) @ b - data) ** 2)
 
     inner, outer = optax.adam(1e-3), optax.sgd(0.7, 0.9, nesterov=True)
-    train_round = streaming_diloco.make_round(loss, inner, outer, workers, delay, 0.5)
+    train_round = streaming_diloco.make_round(
+        loss, inner, outer, workers, delay, 0.5, wire
+    )
     params = [[jnp.zeros((size, size))], [jnp.zeros((size, size))]]
     start = lambda x: streaming_diloco.start(x, inner, outer, workers)
     data = jax.ShapeDtypeStruct((workers, 128, size), jnp.float32)
@@ -307,6 +313,14 @@ class TestDelayedSynchronization:
         assert [c.between_slices for c in sent] == [True] * 2
         for c in sent:
             assert [x.trip_count for x in c.hidden_by] == [5]
+            assert c.result_bytes == 256 * 256 * 4 // 4  # one of four chips
+
+    @pytest.mark.parametrize("wire", ["bfloat16", "int8", "float4_e2m1fn"])
+    def test_of_numbers_in_few_bits_the_second_exchange_overlaps(self, wire):
+        """Nothing is between the two, so that the first is exposed."""
+        sent = streaming_round(5, {}, workers=2, slices=2, wire=wire)
+        assert [c.kind for c in sent] == ["all-to-all", "all-gather"] * 2
+        assert [c.hidden for c in sent] == [False, True] * 2
 
     def test_without_a_delay_it_is_exposed(self):
         sent = streaming_round(0, {}, workers=2, slices=2)
