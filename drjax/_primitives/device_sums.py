@@ -98,7 +98,9 @@ def sum_over_devices(
     return lax.platform_dependent(*xs, cpu=promoted, default=collective)
 
 
-def reduce_scatter(layout: Layout, x: Array, axis: int = 0) -> Array:
+def reduce_scatter(
+    layout: Layout, x: Array, axis: int = 0, own_shards: bool = False
+) -> Array:
     """Sum a value over the partition's devices; each device keeps its part of the sum.
 
     It is called inside a `shard_map` over the partition's axes, on m devices; device j
@@ -106,7 +108,7 @@ def reduce_scatter(layout: Layout, x: Array, axis: int = 0) -> Array:
     does not lower `psum_scatter` if the mesh has another axis that is Explicit; then it
     is an all-to-all, and a sum on each device. So it is for numbers of 64 bits and
     complex ones on TPUs, whose compiler knows no reduce-scatter of them, or makes an
-    all-reduce of it.
+    all-reduce of it. With `own_shards` no axis is Explicit where it is called.
     """
 
     def by_parts(x: Array) -> Array:
@@ -117,7 +119,7 @@ def reduce_scatter(layout: Layout, x: Array, axis: int = 0) -> Array:
 
     scattered = functools.partial(_psum_scatter, layout, axis=axis)
     x = vary(x, layout.axes)
-    if layout.other_explicit_axes:
+    if layout.other_explicit_axes and not own_shards:
         return by_parts(x)
     if x.dtype.itemsize < 8:
         return scattered(x)
@@ -291,7 +293,7 @@ def _add_whole(
     if wire is not None:
         return _add_encoded(layout, wire, axes, list(xs))
     pairs = zip(xs, axes, strict=True)
-    return [_psum_scatter(layout, x, axis) for x, axis in pairs]
+    return [reduce_scatter(layout, x, axis, own_shards=True) for x, axis in pairs]
 
 
 def _add_columns(
