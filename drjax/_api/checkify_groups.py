@@ -20,11 +20,11 @@ from typing import Any, TypeAlias, Unpack
 import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
-from jax.extend.core import Primitive
 
 from drjax import _compat
 from drjax._api.trace_map import call_mapped
 from drjax._compat import checkify_rules
+from drjax._compat.jax_types import Primitive
 from drjax._compat.types import Array, ClosedJaxpr, Mesh, PartitionedArray, PyTreeDef
 from drjax._partition import Partition
 from drjax._primitives.collectives import (

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import Primitive
 
 from drjax._api.participation import Participation
 from drjax._api.resolve import BlockParams, map_leaves
+from drjax._compat.jax_types import Primitive
 from drjax._compat.types import Array, GlobalArray, PartitionedArray
 from drjax._context import current_scope
 from drjax._errors import DrjaxTypeError, DrjaxValueError

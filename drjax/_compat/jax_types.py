@@ -1,5 +1,6 @@
 """JAX's own classes and functions, under names that no version changes.
 
+`jax.extend.core` has some of them, too, but loads the compilers of kernels besides.
 `JAX_VERSION` is (major, minor). `MERGED` says that `Jaxpr` and `ClosedJaxpr` are one
 class; `Jaxpr` is the closed one, and `JAXPR_TYPES` are both.
 """
@@ -8,6 +9,9 @@ from typing import Any
 
 import jax
 from jax._src import config, core, util
+from jax._src.core import JaxprEqn as JaxprEqn
+from jax._src.core import Literal as Literal
+from jax._src.core import Primitive as Primitive
 from jax._src.interpreters import ad, batching
 from jax._src.interpreters import partial_eval as pe
 

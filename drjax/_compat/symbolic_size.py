@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 from jax._src.export import shape_poly
-from jax.extend.core import Literal
 
+from drjax._compat.jax_types import Literal
 from drjax._compat.jaxprs import jaxprs_in, open_jaxpr
 from drjax._compat.types import ClosedJaxpr, Eqn, OpenJaxpr, Var
 

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
 from drjax import _compat
+from drjax._compat.jax_types import Literal
 from drjax._compat.types import Array, Atom, ClosedJaxpr, Eqn, OpenJaxpr
 
 

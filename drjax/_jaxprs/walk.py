@@ -12,9 +12,8 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from jax.extend.core import Literal
-
 from drjax import _compat
+from drjax._compat.jax_types import Literal
 from drjax._compat.types import Atom, ClosedJaxpr, Eqn, OpenJaxpr, Var
 
 T = TypeVar("T")

@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
 
 from drjax import _compat
+from drjax._compat.jax_types import Primitive
 from drjax._compat.types import Array, GlobalArray, PartitionedArray
 from drjax._partition import Partition
 from drjax._plan.schedule_moves import Sources

@@ -25,9 +25,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
 from drjax import _compat, primitives
+from drjax._compat.jax_types import Literal
 from drjax._compat.types import Atom, ClosedJaxpr, Eqn, OpenJaxpr, Var
 from drjax._jaxprs.elementwise import ELEMENTWISE
 from drjax._jaxprs.walk import CALLS, definitions, split_while, variables

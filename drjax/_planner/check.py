@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import Literal
 
 from drjax import _compat
+from drjax._compat.jax_types import Literal
 from drjax._compat.types import Atom, PyTree
 from drjax._context import resized
 from drjax._errors import DrjaxValueError, PlanError

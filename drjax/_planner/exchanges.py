@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax.extend.core import Primitive
-
 from drjax import primitives
+from drjax._compat.jax_types import Primitive
 from drjax._compat.types import Atom, Eqn
 from drjax._partition import Partition
 from drjax._plan.exchanges import MOVES

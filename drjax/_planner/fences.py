@@ -14,8 +14,8 @@ Sharp edges: the primitive stands in jaxprs of the planner alone; its `bind` wri
 from typing import Any
 
 from jax import lax
-from jax.extend.core import Primitive
 
+from drjax._compat.jax_types import Primitive
 from drjax._compat.types import Array, Eqn, Var
 
 

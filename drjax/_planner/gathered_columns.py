@@ -19,9 +19,9 @@ import math
 from collections.abc import Sequence
 
 import jax
-from jax.extend.core import Primitive
 
 from drjax import _compat
+from drjax._compat.jax_types import Primitive
 from drjax._compat.types import Aval, ClosedJaxpr, Eqn
 from drjax._partition import Partition
 from drjax._primitives.collectives import gather_p, scatter_p

@@ -27,10 +27,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core, lax
-from jax.extend.core import Literal
 from jax.sharding import AxisType
 
 from drjax import _compat, primitives
+from drjax._compat.jax_types import Literal
 from drjax._compat.retype_mesh import without_high_level
 from drjax._compat.types import (
     Array,

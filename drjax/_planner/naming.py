@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend.core import Literal, Primitive
 
 from drjax import primitives
+from drjax._compat.jax_types import Literal, Primitive
 from drjax._compat.types import Atom, Eqn, PyTree, PyTreeDef, Var
 from drjax._context import OF_LIBRARY
 from drjax._planner.gathered_columns import columns_p

@@ -27,9 +27,9 @@ from typing import Any, cast
 
 import jax
 import numpy as np
-from jax.extend.core import Literal
 
 from drjax import _compat
+from drjax._compat.jax_types import Literal
 from drjax._compat.types import Atom, Aval, ClosedJaxpr, Eqn, OpenJaxpr, PyTree
 from drjax._context import resized
 from drjax._errors import PlanError

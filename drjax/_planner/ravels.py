@@ -11,8 +11,8 @@ otherwise are rewritten.
 from typing import Any
 
 from jax import lax
-from jax.extend.core import Literal
 
+from drjax._compat.jax_types import Literal
 from drjax._compat.types import Atom, Eqn, Var
 from drjax._jaxprs.walk import definitions, live_equations
 from drjax._planner.inline import CONTROL, InlinedJaxpr

@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jax import lax
-from jax.extend.core import Literal, Primitive
 
 from drjax import _compat
+from drjax._compat.jax_types import Literal, Primitive
 from drjax._compat.types import Array, Atom, Eqn, Var
 
 # The first index in the array, and the number of indices; None: so many zeros.

@@ -28,9 +28,8 @@ server's stage of a round precedes its local stage.
 from collections.abc import Iterator
 from typing import Any
 
-from jax.extend.core import Literal
-
 from drjax import _compat
+from drjax._compat.jax_types import Literal
 from drjax._compat.types import Atom, Eqn
 from drjax._jaxprs.walk import variables
 from drjax._planner.exchanges import ExchangeRule, exchange_rule

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
 from drjax import _compat
+from drjax._compat.jax_types import Literal
 from drjax._compat.types import Array, Atom, Eqn, OpenJaxpr, Var
 from drjax._jaxprs.walk import definitions
 from drjax._partition import Partition

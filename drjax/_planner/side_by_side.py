@@ -28,9 +28,8 @@ edges: work on slices of B after its last block is the server's.
 from collections.abc import Iterable
 from typing import Any
 
-from jax.extend.core import Primitive
-
 from drjax import _compat
+from drjax._compat.jax_types import Primitive
 from drjax._compat.types import Eqn, Var
 from drjax._jaxprs.walk import variables
 from drjax._partition import Partition

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend.core import Literal
 
 from drjax import primitives
+from drjax._compat.jax_types import Literal
 from drjax._compat.types import Array, Atom, Aval, Eqn, Var
 from drjax._jaxprs.walk import definitions
 from drjax._partition import Partition

@@ -13,9 +13,9 @@ from typing import Any, assert_never
 
 import jax
 import numpy as np
-from jax.extend.core import Literal
 
 from drjax import _compat, primitives
+from drjax._compat.jax_types import Literal
 from drjax._compat.types import Array, Atom, ClosedJaxpr, Eqn, Var
 from drjax._jaxprs.walk import variables
 from drjax._partition import Partition

@@ -30,12 +30,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
 from jax.interpreters import ad
 from jax.interpreters.mlir import LoweringRuleContext
 
 from drjax import _compat
 from drjax._compat import UndefinedPrimal
+from drjax._compat.jax_types import Primitive
 from drjax._compat.types import (
     Array,
     Aval,

@@ -33,9 +33,9 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Literal
 
 from drjax import _compat
+from drjax._compat.jax_types import Literal
 from drjax._compat.types import Array, Atom, ClosedJaxpr, Eqn, Var
 from drjax._jaxprs import walk
 from drjax._primitives.rbg_per_group import draw_per_key_p

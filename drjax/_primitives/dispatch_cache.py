@@ -19,9 +19,9 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.extend.core import Literal
 
 from drjax import _compat
+from drjax._compat.jax_types import Literal
 from drjax._compat.types import Atom, ClosedJaxpr, Eqn, OpenJaxpr
 from drjax._jaxprs.prng_keys import to_raw
 

@@ -23,12 +23,12 @@ from typing import Any, TypeAlias, Unpack
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
 from jax.interpreters import ad
 from jax.interpreters.mlir import LoweringRuleContext
 from jax.typing import DTypeLike
 
 from drjax import _compat
+from drjax._compat.jax_types import Primitive
 from drjax._compat.types import (
     Array,
     Aval,

@@ -39,9 +39,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
 
 from drjax import _compat
+from drjax._compat.jax_types import Literal
 from drjax._compat.types import Array, Aval, ClosedJaxpr, Eqn
 from drjax._jaxprs.elementwise import ELEMENTWISE
 from drjax._jaxprs.eval_jaxpr import as_arrays, evaluate

@@ -61,11 +61,11 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
 from drjax import _compat
 from drjax._compat import UndefinedPrimal
+from drjax._compat.jax_types import Primitive
 from drjax._compat.types import Array, Aval, ClosedJaxpr, Eqn, Flags, Mesh
 from drjax._partition import Partition
 from drjax._primitives import registration

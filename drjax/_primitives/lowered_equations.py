@@ -36,10 +36,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 from weakref import WeakKeyDictionary
 
-from jax.extend.core import Primitive
 from jax.interpreters.mlir import LoweringRuleContext
 
 from drjax import _compat
+from drjax._compat.jax_types import Primitive
 from drjax._sharding.layout import Placement
 
 MlirValue: TypeAlias = Any  # the types of MLIR are not public

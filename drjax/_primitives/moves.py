@@ -44,12 +44,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 from jax.sharding import PartitionSpec as P
 
 from drjax import _compat
 from drjax._compat import UndefinedPrimal
+from drjax._compat.jax_types import Primitive
 from drjax._compat.types import (
     Array,
     Aval,

@@ -34,11 +34,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Primitive
 from jax.interpreters.mlir import LoweringRuleContext
 from jax.typing import DTypeLike
 
 from drjax import _compat
+from drjax._compat.jax_types import Primitive
 from drjax._compat.types import (
     Array,
     Aval,

@@ -24,10 +24,10 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import Primitive
 from jax.interpreters import batching
 
 from drjax import _compat
+from drjax._compat.jax_types import Primitive
 from drjax._compat.types import Array, Aval, ClosedJaxpr, Eqn
 from drjax._jaxprs.walk import rewrite_equations
 from drjax._primitives import registration

@@ -39,9 +39,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 
+from drjax._compat.jax_types import Primitive
 from drjax._compat.types import Array, DeviceArray
 from drjax._primitives.collectives import (
     reduce_mean_p,

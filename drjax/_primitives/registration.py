@@ -30,11 +30,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
 from drjax import _compat
 from drjax._compat import Zero
+from drjax._compat.jax_types import Primitive
 from drjax._compat.types import Array, Aval, ClosedJaxpr, Flags
 from drjax._primitives.dispatch_cache import cache_by_params
 

@@ -31,7 +31,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
 from jax.interpreters import ad, batching
 from jax.interpreters.mlir import LoweringRuleContext
 from jax.sharding import AxisType, PartitionSpec
@@ -39,6 +38,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from drjax import _compat
 from drjax._compat import UndefinedPrimal
+from drjax._compat.jax_types import Literal
 from drjax._compat.types import Array, Atom, Aval, ClosedJaxpr, DeviceArray
 from drjax._jaxprs import walk
 from drjax._primitives import registration

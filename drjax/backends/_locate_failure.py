@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal
 from jax.typing import ArrayLike
 
 from drjax import _compat
+from drjax._compat.jax_types import JaxprEqn, Literal
 from drjax._compat.types import Array, Atom, Eqn, Var
 from drjax._jaxprs.eval_jaxpr import literal_value
 from drjax._jaxprs.provenance import source_line

@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax.extend.core import Literal
-
 from drjax import _compat
+from drjax._compat.jax_types import Literal
 from drjax._compat.types import Atom, Eqn, Var
 from drjax._jaxprs.elementwise import ELEMENTWISE
 from drjax._partition import Partition

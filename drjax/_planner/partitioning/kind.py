@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax.extend.core import Primitive
-
 from drjax import primitives
+from drjax._compat.jax_types import Primitive
 from drjax._primitives.moves import MOVES
 from drjax._primitives.reduce_ops import of_primitive
 

@@ -21,8 +21,8 @@ import abc
 from collections.abc import Sequence
 
 from jax import lax
-from jax.extend.core import Literal
 
+from drjax._compat.jax_types import Literal
 from drjax._compat.types import Eqn
 from drjax._planner.fences import fence_p
 from drjax._planner.partitioning import diagnostics

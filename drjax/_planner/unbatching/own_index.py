@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 from jax import core, lax
-from jax.extend.core import Literal
 
 from drjax import _compat
+from drjax._compat.jax_types import Literal
 from drjax._compat.types import Atom, Eqn, Var
 from drjax._jaxprs.elementwise import ELEMENTWISE
 from drjax._jaxprs.walk import backward_slice, definitions
