@@ -209,7 +209,8 @@ def _planned_and_lowered(program: str) -> tuple[Action, Action]:
     ours, theirs = drjax.jit(fn), jax.jit(fn)
 
     def traced_and_lowered() -> None:
-        jax.make_jaxpr(fn)(*types)
+        # Of another function, as JAX would not trace the same one again.
+        jax.make_jaxpr(lambda *xs: fn(*xs))(*types)
         theirs.lower(*types)
 
     return lambda: ours.lower(*types), traced_and_lowered

@@ -109,8 +109,9 @@ def jit(
     Args:
       fn: A program, or a function that calls programs over one partition, such as
         `jax.value_and_grad(program)` or a loop over rounds.
-      groups_per_step: How many of a device's groups run at once. `"auto"`: as many as
-        fit in memory, searched by compiling a few times; the result is logged at INFO.
+      groups_per_step: How many of a device's groups run at once. `"auto"`: all if they
+        fit in memory, else as many as fit, searched by compiling a few times; the
+        result is logged at INFO.
         `"tune"`: as many as are fastest. The first call with arguments of new shapes,
         dtypes or shardings measures about six numbers for n = 100, ten for n = 10,000:
         each compiles the function, and runs it up to eleven times, with its effects.
