@@ -465,6 +465,12 @@ def _is_plain(aval: Any) -> bool:
 _RULES_OF_STAGING = (pe.custom_staging_rules, pe.forwarding_rules, pe.const_fold_rules)
 
 
+def _has_rule_of_staging(primitive: core.Primitive) -> bool:
+    # Primitives of the planner, and calls, bind others or trace.
+    own = type(primitive).bind is not core.Primitive.bind
+    return own or any(primitive in rules for rules in _RULES_OF_STAGING)
+
+
 def _staged_again(
     trace: pe.DynamicJaxprTrace,
     eqn: Eqn,
@@ -483,7 +489,7 @@ def _staged_again(
         eqn.effects
         or config.eager_constant_folding.value
         or eqn.ctx is not core.current_jaxpr_eqn_context()
-        or any(primitive in rules for rules in _RULES_OF_STAGING)
+        or _has_rule_of_staging(primitive)
         or primitive.is_high(*(v.aval for v in eqn.invars), **eqn.params)
     ):
         return None
@@ -527,7 +533,7 @@ def jaxpr_of_equations(
     for eqn in eqns:
         if (
             eqn.ctx is not ctx
-            or any(eqn.primitive in rules for rules in _RULES_OF_STAGING)
+            or _has_rule_of_staging(eqn.primitive)
             or not all(_is_plain(v.aval) for v in eqn.outvars)
         ):
             return None
