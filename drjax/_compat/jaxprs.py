@@ -510,7 +510,8 @@ def _staged_again(
     if names.stack:
         source = source.replace(name_stack=names + source.name_stack)
     params = eqn.params if params is None else params
-    return trace.emit_eqn(tracers, avals, primitive, params, eqn.effects, source)
+    outs: Any = trace.emit_eqn(tracers, avals, primitive, params, eqn.effects, source)
+    return outs
 
 
 def jaxpr_of_equations(
@@ -552,8 +553,9 @@ def jaxpr_of_equations(
     if any(v in consts for v in outvars):
         return None
     effects = pe.make_jaxpr_effects((), invars, outvars, new)
-    info = core.DebugInfo("stage", "", None, None)
-    raw = core.Jaxpr((), list(invars), list(outvars), new, effects, info)
+    info: Any = core.DebugInfo("stage", "", None, None)
+    results: Any = list(outvars)
+    raw = core.Jaxpr((), list(invars), results, new, effects, info)
     return closed(raw)
 
 

@@ -235,8 +235,9 @@ class _Jit:
     def _chosen(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The `jax.jit` of all groups at once, if they fit; else of as many as fit."""
         at_once = self._at_once
-        fits = at_once is not None and at_once.fits(args, kwargs)
-        return at_once.call if fits else self._jitted
+        if at_once is not None and at_once.fits(args, kwargs):
+            return at_once.call
+        return self._jitted
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         def lower(*args: Any, **kwargs: Any) -> jax.stages.Lowered:
