@@ -9,9 +9,9 @@ through one round; the temporary memory of a device; and the collectives that it
 Hand-written are the two programs that an engineer would write: all groups of a device
 at once by `jax.vmap`, without checkpoints; and one group at a time by `lax.scan`, with
 a `jax.checkpoint` around each group and around each round. Of many rounds, those of a
-segment are run again, too: by hand by nested scans, with a `jax.checkpoint` around each
-segment, which has as many rounds as take the least memory. With `--out` the table goes
-to `residuals-jax-VERSION.md`.
+segment are run again, too: the hand-written programs are nested scans, with a
+`jax.checkpoint` around each segment, of as many rounds as take the least memory. With
+`--out` the table goes to `residuals-jax-VERSION.md`.
 """
 
 from collections.abc import Callable
@@ -195,7 +195,7 @@ TASKS = {
     "straight-line rounds, states in the groups": Task(_straight, True),
     "a scan over rounds, states in the groups": Task(_scanned, True),
 }
-# With checkpoints of some rounds, by the rounds of a segment: by hand, and ours.
+# With checkpoints of some rounds.
 SEGMENTED = {
     "checkpoints of some rounds": TASKS["a scan over rounds"],
     "checkpoints of some rounds, states in the groups": TASKS[
@@ -225,13 +225,13 @@ def _segmented_implementations(
     """
     lengths = [2**i for i in range(1, 10) if 2**i < rounds]
     ours = _scanned(_ours(n, task.with_state), rounds)
-    by_hand = lambda one_round: [
+    nested = lambda one_round: [
         jax.jit(_segmented(one_round, rounds, length)) for length in lengths
     ]
     return {
-        ALL: by_hand(_all_at_once(n, task.with_state)),
+        ALL: nested(_all_at_once(n, task.with_state)),
         OURS_ALL: [drjax.jit(ours, checkpoints="sqrt")],
-        CHECKPOINTED: by_hand(_one_at_a_time(n, task.with_state)),
+        CHECKPOINTED: nested(_one_at_a_time(n, task.with_state)),
         OURS: [drjax.jit(ours, groups_per_step=1, checkpoints="sqrt")],
     }
 

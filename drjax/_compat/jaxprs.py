@@ -571,7 +571,7 @@ def _literal(x: Any) -> core.Literal | None:
 _REMATERIALIZED = "rematted_computation"
 
 
-def rematerializing() -> contextlib.AbstractContextManager[None]:
+def rematerializing() -> contextlib.AbstractContextManager[Any, Any]:
     """Name what is traced in this context as rematerialized."""
     return jax.named_scope(_REMATERIALIZED)
 

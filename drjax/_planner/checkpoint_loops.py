@@ -30,7 +30,7 @@ from collections.abc import Sequence
 
 from drjax import _compat
 from drjax._compat.types import Eqn, Var
-from drjax._jaxprs.walk import live_equations, split_scan
+from drjax._jaxprs.walk import live_equations, split_scan, variables
 from drjax._planner.inline import InlinedJaxpr
 from drjax._planner.partitioning.environment import Environment
 from drjax._planner.scans import ScanEquation, replace_scans, step_axes
@@ -78,7 +78,7 @@ class _Pair:
         self._residuals = {
             y for y in stacks if y in taken - whole and len(users[y]) == 1
         }
-        # All that it reads is computed again, so that it compares values of one run.
+        # All that it reads is rematerialized, so that it compares values of one run.
         self._again = [y for y in stacks if y in taken]
         roots = [stacks[y] for y in self._again]
         self._eqns, self._needed = _needed_for(roots, forward)
@@ -226,11 +226,7 @@ def _needed_for(
     while True:
         ends = [scan.body.outvars[i] for i in sorted(needed)]
         eqns = live_equations(scan.body.eqns, [*roots, *ends])
-        read = {
-            *roots,
-            *ends,
-            *(v for e in eqns for v in e.invars if isinstance(v, Var)),
-        }
+        read = {*roots, *ends, *(v for e in eqns for v in variables(e.invars))}
         more = {i for i in range(n_carry) if scan.body_carry[i] in read}
         if more <= needed:
             return eqns, sorted(needed)

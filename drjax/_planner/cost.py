@@ -1,4 +1,4 @@
-"""What a plan saves between its rounds, and rematerializes: its cost beside exchanges.
+"""What a plan saves between its rounds, and rematerializes, in bytes and operations.
 
 Input: a plan. Output: a `Cost` of one group, and one of the server.
 
@@ -23,7 +23,7 @@ class Cost:
     """What one group, or the server, saves and computes in a plan.
 
     Attributes:
-      saved: The most bytes that it saves at once for later rounds, besides arguments
+      saved: The most bytes that it saves at once for later rounds, without arguments
         and results of the plan.
       operations: What it computes, in floating-point operations, as estimated. A loop
         with an unknown number of steps counts as one step.
@@ -90,7 +90,7 @@ def _cost(plan: Plan, of_groups: bool) -> Cost:
     ends = {id(a_round.steps[-1]) for a_round in plan.rounds}
     for step, dropped in zip(plan.steps, uses.read_last(plan), strict=True):
         inside = _cost_of_step(step, of_groups)
-        # While a loop runs, its rounds save values besides those that wait for its end.
+        # While a loop runs, its rounds save values, and others wait for its end.
         waiting = inside.saved and sum(held.values()) + inside.saved
         cost = cost.then(replace(inside, saved=waiting))
         for name in dropped:

@@ -130,7 +130,7 @@ X64 = jnp.sin(jnp.arange(64.0 * 16 * D)).reshape(64, 16, D)
 
 @drjax.program(clients=64)
 def spread(w, x):
-    """Two rounds that read the same costly number of each group."""
+    """Two rounds that read the same costly result of each group."""
     fit = lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w) @ w)
     y = drjax.map_fn(fit, (drjax.broadcast(w), x))
     return drjax.reduce_mean((y - drjax.reduce_mean(y)) ** 2)

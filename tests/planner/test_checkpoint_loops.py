@@ -4,6 +4,7 @@ Covers: drjax._planner.checkpoint_loops, drjax._planner.scans.
 """
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,21 +33,21 @@ def train(w, state, x, rate):
 
 
 @drjax.program(clients=N)
-def one_round(w, state, x, rate):
+def one_round(w: Any, state: Any, x: Any, rate: Any) -> Any:
     one = lambda w, state, x: train(w, state, x, rate)
     w, state = drjax.map_fn(one, (drjax.broadcast(w), state, x))
     return drjax.reduce_mean(w), state
 
 
 def carried(w, s, x, rates, batches):
-    step = lambda carry, _: (one_round(*carry, x, 0.1), None)
+    step = lambda carry, _: (one_round(carry[0], carry[1], x, 0.1), None)
     (w, _), _ = lax.scan(step, (w, s), length=T)
     return w.sum()
 
 
 def with_entries(w, s, x, rates, batches):
     """Each round has numbers, and slices of groups, of its own."""
-    step = lambda carry, xs: (one_round(*carry, xs[1], xs[0]), None)
+    step = lambda carry, xs: (one_round(carry[0], carry[1], xs[1], xs[0]), None)
     (w, s), _ = lax.scan(step, (w, s), (rates, batches))
     return w.sum() + jnp.sum(s**2)
 
@@ -55,7 +56,7 @@ def with_results(w, s, x, rates, batches):
     """And results of its own, of which some are read by the backward scan, too."""
 
     def step(carry, rate):
-        w, s = one_round(*carry, x, rate)
+        w, s = one_round(carry[0], carry[1], x, rate)
         return (w, s), (jnp.sum(w**2), jnp.sin(s))
 
     (w, _), (norms, states) = lax.scan(step, (w, s), rates, reverse=True)
@@ -183,7 +184,7 @@ def test_memory_grows_with_the_square_root(monkeypatch):
 
     def grad(rounds):
         def f(w, s, x):
-            step = lambda carry, _: (one_round(*carry, x, 0.1), None)
+            step = lambda carry, _: (one_round(carry[0], carry[1], x, 0.1), None)
             return lax.scan(step, (w, s), length=rounds)[0][0].sum()
 
         return jax.grad(f)
@@ -207,5 +208,5 @@ def test_options():
     raises(
         drjax.DrjaxValueError,
         "drjax.jit needs checkpoints=\"sqrt\" or None, got 'log'.",
-        lambda: drjax.jit(carried, checkpoints="log"),
+        lambda: drjax.jit(carried, checkpoints=Any("log")),
     )

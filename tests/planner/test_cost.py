@@ -36,7 +36,7 @@ def unrolled(w, state, x):
 
 
 def scanned(w, state, x):
-    step = lambda carry, _: (one_round(*carry, x), None)
+    step = lambda carry, _: (one_round(carry[0], carry[1], x), None)
     (w, _), _ = jax.lax.scan(step, (w, state), length=3)
     return jnp.sum(jnp.sin(w))
 
@@ -81,11 +81,11 @@ def test_a_printed_plan_says_what_it_saves_and_rematerializes(gradient):
 
 def test_check_prints_both_options(gradient):
     lines = str(drjax.check(gradient)(*TYPES)).splitlines()
-    at = lines.index(f"between rounds, on each device with {N} groups")
-    assert lines[at + 1] == "  residuals='store'"
-    assert lines[at + 3].startswith("    rematerializes 0 flop of ")
-    assert lines[at + 4] == "  residuals='recompute'"
-    assert len(lines) == at + 7
+    start = lines.index(f"between rounds, on each device with {N} groups")
+    assert lines[start + 1] == "  residuals='store'"
+    assert lines[start + 3].startswith("    rematerializes 0 flop of ")
+    assert lines[start + 4] == "  residuals='recompute'"
+    assert len(lines) == start + 7
 
 
 def test_one_round_saves_nothing_for_another():
@@ -98,10 +98,11 @@ def test_one_round_saves_nothing_for_another():
 
 def test_what_is_rematerialized_has_the_name_that_jax_gives_it(gradient):
     run = drjax.jit(gradient, groups_per_step=1)
-    text = run.lower(*TYPES).compile().as_text()
+    text = run.lower(*TYPES).compile().as_text() or ""
     assert "rematted_computation" in text
     saving = drjax.jit(gradient, groups_per_step=1, residuals="store")
-    assert "rematted_computation" not in saving.lower(*TYPES).compile().as_text()
+    text = saving.lower(*TYPES).compile().as_text() or ""
+    assert "rematted_computation" not in text
 
 
 def test_branches_loops_and_levels():

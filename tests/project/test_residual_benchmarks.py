@@ -46,7 +46,7 @@ def test_no_more_work_memory_or_collectives(rows, rounds, task, ours, reference)
 @pytest.mark.parametrize("task", residuals.SEGMENTED)
 @pytest.mark.parametrize("rounds", [16, pytest.param(64, marks=pytest.mark.slow)])
 def test_checkpoints_of_some_rounds(rows, rounds, task, ours, reference):
-    """As the nested scans by hand, with the best number of rounds in a segment."""
+    """As the hand-written nested scans, with the best number of rounds in a segment."""
     row, baseline = rows(rounds)[task, ours], rows(rounds)[task, reference]
     assert row["passes"] <= 1.01 * baseline["passes"]
     assert row["temp"] <= 1.05 * baseline["temp"]

@@ -24,7 +24,7 @@ contraction of the group axis is communication: `implicit_communication.py`.
 
 To add a rule, write `f(eqn, axes) -> UnbatchedEquation | None`, and add it to
 `UNBATCHING_RULES` at the end. `rematerialize_loops.py` takes the primitive to be cheap,
-unless its name is in `_EXPENSIVE` there.
+unless its name is in `COSTLY` there.
 """
 
 import math

@@ -195,7 +195,7 @@ def _free_bytes(layout: Layout) -> int:
     """Return the bytes of memory that are free on each device of a layout."""
     mesh = _concrete(layout)
     # Without a mesh the program runs on one device.
-    devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
+    devices: Any = jax.local_devices()[:1] if mesh is None else mesh.local_devices
     return step_size.free_bytes(devices)
 
 
