@@ -62,6 +62,9 @@ class Stage(Step):
         outputs. None: it has no such blocks, or what it does with them has no plan.
       over: The partition whose groups it runs in, each with its slices; () of a stage
         of the server.
+      work: Of a stage that was loaded from a file, what it computes, in floating-point
+        operations as estimated, and what of it is rematerialized; else None, as the
+        jaxpr says it.
     """
 
     name: str
@@ -71,6 +74,7 @@ class Stage(Step):
     exported: Exported | None = None
     inner: Union["Plan", None] = None
     over: tuple[Partition, ...] = ()
+    work: tuple[int, int] | None = None
 
     bodies = ()
 

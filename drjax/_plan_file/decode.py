@@ -265,7 +265,10 @@ class _StageReader:
             raise ValueError(f"stage {name} has results and no member, or the reverse")
         exported = None if member is None else self._shared(data, member, local)
         jaxpr = self._jaxpr(inputs, outputs, exported, local) if self.run else None
-        return Stage(name, inputs, outputs, jaxpr, exported, over=over)
+        counts = json_values.items(data.get("work", [0, 0]))
+        operations, again = map(json_values.count, counts)
+        work = operations, again
+        return Stage(name, inputs, outputs, jaxpr, exported, over=over, work=work)
 
     def _jaxpr(
         self,

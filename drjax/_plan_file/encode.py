@@ -34,6 +34,7 @@ from drjax._plan_file.step_fields import (
     WIRE,
     fields_of,
 )
+from drjax._planner.cost import cost_of_stage
 from drjax.plan import Ledger, Loop, Plan, Round, Stage, Step, Value
 
 # Returns the names of values, and adds their entries to the plan's table of values.
@@ -146,9 +147,9 @@ class _Writer:
 
         `member` is the name of its members, such as `2.server`: `stages/` and a suffix
         for each file are added. Stages of the same code have the members of the first
-        of them. In the result it is None if the stage has no outputs;
-        only others have `consts` and `custom_calls`, and local ones `in_turn`: whether
-        the groups of a batch run one after another.
+        of them. In the result it is None if the stage has no outputs; only others have
+        `consts`, `custom_calls` and `work`, and local ones `in_turn`: whether the
+        groups of a batch run one after another.
         """
         data = {
             "name": stage.name,
@@ -169,6 +170,8 @@ class _Writer:
         consts = [self._constant(x) for x in exported.consts]
         calls = list(exported.custom_calls)
         data |= {"member": member, "consts": consts, "custom_calls": calls}
+        cost = cost_of_stage(stage)
+        data["work"] = [round(cost.operations), round(cost.rematerialized)]
         if exported.batched is None:
             return data
         # The keys of the manifest are a file format: "in_turn" stays.

@@ -3,8 +3,7 @@
 Input: a plan. Output: a `Cost` of one group, and one of the server.
 
 Sharp edges: bytes are those of the plan, without those that a stage needs while it
-runs. Operations are estimates (see `work.py`). Stages of a plan that was loaded from a
-file have no jaxprs, so that they count none.
+runs. Operations are estimates (see `work.py`), which a plan file has, too.
 """
 
 from dataclasses import dataclass, replace
@@ -69,11 +68,13 @@ def cost_of_stage(stage: Stage) -> Cost:
     if stage.inner is not None:
         server, group = costs(stage.inner)
         return server.then(group, stage.inner.size)
+    if stage.work is not None:
+        return Cost(0, *stage.work)
     if stage.jaxpr is None:
         return Cost()
     every = [(e, operations(e)) for e in _compat.open_jaxpr(stage.jaxpr).eqns]
     again = (n for e, n in every if _compat.is_rematerialized(e))
-    return Cost(0, sum(n for _, n in every), sum(again))
+    return Cost(0, round(sum(n for _, n in every)), round(sum(again)))
 
 
 def costs(plan: Plan) -> tuple[Cost, Cost]:

@@ -10,6 +10,7 @@ import pytest
 import drjax
 from benchmarks.residuals import matrix_operations
 from drjax._planner.cost import costs, saved_as_text
+from tests.helpers.plan_files import saved
 
 N, D = 8, 32
 TYPES = [jax.ShapeDtypeStruct(s, "float32") for s in ((D, D), (N, D, D), (N, 16, D))]
@@ -126,3 +127,11 @@ def test_branches_loops_and_levels():
         run = lambda *args, branches=branches: program(*args, branches=branches)
         _, group = costs(drjax.make_plan(run)(*types))
         assert group.operations == pytest.approx(3 * times * product, rel=0.1)
+
+
+def test_a_plan_file_has_the_counts(gradient, tmp_path):
+    plan = drjax.make_plan(gradient)(*TYPES)
+    loaded = saved(plan, tmp_path / "plan.drjax")
+    assert "rematerializes " in str(loaded)
+    # Twice, as a plan that was loaded has no equations of its own.
+    assert costs(saved(loaded, tmp_path / "again.drjax")) == costs(plan)
