@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 import drjax
 from drjax._compat.types import Array, GlobalArray, PartitionedArray, PyTree, PyTreeDef
@@ -122,8 +123,8 @@ def default_params(state: PyTree) -> PyTree:
     """Select the entry or the attribute `params` of a train state."""
     if isinstance(state, Mapping) and "params" in state:
         return state["params"]
-    if hasattr(state, "params"):
-        return state.params
+    if (params := getattr(state, "params", None)) is not None:
+        return params
     raise DrjaxTypeError(
         f"diloco needs the parameters of the train state, a {type(state).__name__} "
         "that has neither an entry nor an attribute `params`. Pass params=, such as "
@@ -180,7 +181,7 @@ class Params(NamedTuple):
 # Fragments
 
 
-Slices = tuple[int, ...] | None  # of a leaf's leading axis; None: the whole leaf
+Slices = Any  # a tuple of positions on a leaf's leading axis; None: the whole leaf
 
 
 class Fragment(NamedTuple):
@@ -337,7 +338,7 @@ def _shapes(leaves: list[Any]) -> list[tuple[int, ...]]:
     return [tuple(x.shape) for x in leaves]
 
 
-def _index(slices: tuple[int, ...]) -> Any:
+def _index(slices: Sequence[int]) -> Any:
     """As an index: one with a stride, which needs no gather, if they have one."""
     step = slices[1] - slices[0] if len(slices) > 1 else 1
     even = slices == tuple(range(slices[0], slices[-1] + 1, step))
@@ -495,7 +496,8 @@ class Round:
 
         spread = partial(self._spread, slices=slices, lead=1)
         workers = jax.tree.map(spread, state.workers)
-        return State(*jax.tree.map(self._place, (state.theta, state.outer)), workers)
+        theta, outer = jax.tree.map(self._place, (state.theta, state.outer))
+        return State(theta, outer, workers)
 
     # -----------------------------------------------------------------------------
     # One round
@@ -650,7 +652,7 @@ class Round:
 
     def _sharding(self, x: Array, lead: int = 0, of_workers: bool = False) -> Any:
         """That of the model, and of the workers; None in a trace or without a mesh."""
-        traced = isinstance(x, jax.core.Tracer)
+        traced = isinstance(x, Tracer)
         workers = None if traced else host_sharding(self.partition, None)
         if workers is None:
             return None

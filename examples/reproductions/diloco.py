@@ -391,9 +391,9 @@ def numbered_round(task, method: Method, seed: int) -> Callable:
     train_round = make_round(method, task.loss)
 
     def step(shared, own, data):
-        *shared, number = shared
+        theta, outer, number = shared
         keys = step_keys(seed, number, method.period, method.workers)
-        state = diloco.State(*shared, own)
+        state = diloco.State(theta, outer, own)
         state, _ = train_round(state, task.draw(data, keys))
         return (state.theta, state.outer, number + method.period), state.workers
 

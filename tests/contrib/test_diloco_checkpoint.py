@@ -3,6 +3,8 @@
 Covers: drjax.contrib.diloco.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from drjax.contrib import diloco
 from tests.helpers.meshes import in_mesh_of
 
 H, ADAM = 4, optax.adam(0.1)
-WAYS = {
+WAYS: dict[str, Any] = {
     "plain": {},
     "streaming": dict(fragments=2, delay=1, mixing=0.5, drop_diverged=True),
     "replaced": dict(fragments=3, wire="bfloat16"),
@@ -126,7 +128,8 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     text = r"differs in .*, \.theta\['a'\], \.workers\['opt'\]\[0\]\.mu\['a'\], "
     with pytest.raises(ValueError, match=text):
         checkpoints.restore(round_, wider)
-    for other in (dict(fragments=2), dict(mixing=0.5), dict(outer=optax.sgd(1.0))):
+    others: Any = dict(fragments=2), dict(mixing=0.5), dict(outer=optax.sgd(1.0))
+    for other in others:
         other = diloco.Round(step, 2, **other)
         with pytest.raises(ValueError, match=r"differs in \.(outer|workers)"):
             checkpoints.restore(other, other.init(first_state()))

@@ -47,13 +47,13 @@ def test_each_number_is_in_one_fragment(patterns, count):
     zeros = [
         jnp.zeros_like(x) if yes else x for x, yes in zip(leaves, is_float, strict=True)
     ]
-    joined, times = zeros, 0
+    joined, times = zeros, [0.0 * x for x in floats(leaves)]
     for part in fragments.parts:
         taken = part.take(leaves)
         assert sum(x.nbytes for x in jax.tree.leaves(taken)) == part.bytes
         joined = part.put(joined, taken)
         ones = floats(part.put(zeros, jax.tree.map(jnp.ones_like, taken)))
-        times = ones if times == 0 else jax.tree.map(jnp.add, times, ones)
+        times = jax.tree.map(jnp.add, times, ones)
     assert len(fragments.parts) == count
     jax.tree.map(np.testing.assert_array_equal, floats(joined), floats(leaves))
     assert all((x == 1).all() for x in times)
@@ -77,7 +77,7 @@ def test_layers_of_one_size_are_dealt_in_turn():
     assert set(whole.parts[0].leaves.values()) == {None}
 
 
-def test_uneven_rows_are_gathered():
+def test_uneven_slices_are_gathered():
     sizes = jnp.ones((1, 7)), jnp.ones((3, 2)), jnp.ones((2, 2))
     tree = [{"w": x} for x in sizes]
     fragments = diloco.fragments(tree, 2, scanned=r"\d/w")

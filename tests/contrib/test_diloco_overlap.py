@@ -4,6 +4,7 @@ Covers: drjax.contrib.diloco.
 """
 
 import importlib.util
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,7 @@ def exchanges(fragments, delay, jit, **settings) -> list[Collective]:
     }
     if fragments == "scanned":
         fragments = diloco.fragments(params, 2, scanned="layers", apart="first")
-    keywords = dict(fragments=fragments, delay=delay, mixing=0.5) | settings
+    keywords: Any = dict(fragments=fragments, delay=delay, mixing=0.5) | settings
     round_ = diloco.Round(step, 2, **keywords)
     first = {"params": params, "opt": INNER.init(params)}
     state = jax.eval_shape(round_.init, first)
@@ -60,8 +61,9 @@ def exchanges(fragments, delay, jit, **settings) -> list[Collective]:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     of_workers = lambda tree: jax.tree.map(lambda x: on(x, "workers"), tree)
-    shared = jax.tree.map(on, (state.theta, state.outer))
-    args = diloco.State(*shared, of_workers(state.workers)), of_workers(batches)
+    theta, outer = jax.tree.map(on, (state.theta, state.outer))
+    state = diloco.State(theta, outer, of_workers(state.workers))
+    args = state, of_workers(batches)
     with jax.set_mesh(mesh):
         text = jit(round_).lower(*args).compile().as_text() or ""
     return [x for x in read_hlo(text, dict(mesh.shape)) if x.between_slices]

@@ -31,7 +31,7 @@ def rank_promotion_of_optax():
 
 
 def first_state() -> dict[str, Any]:
-    params = {
+    params: dict[str, Any] = {
         "blocks": {"w": jnp.linspace(-1, 1, 20).reshape(4, 5), "b": jnp.ones((4, 1))},
         "embed": jnp.linspace(0, 1, 5),
         "calls": 0,  # no float: each worker has its own
@@ -52,9 +52,9 @@ def step(state, batch):
 
     value, grads = jax.value_and_grad(loss)(params)
     updates, opt = ADAM.update(grads, state["opt"])
-    params = optax.apply_updates(params, updates)
-    params["calls"] = calls + 1
-    return {"params": params, "opt": opt, "key": state["key"]}, {"loss": value}
+    new: Any = optax.apply_updates(params, updates)
+    new["calls"] = calls + 1
+    return {"params": new, "opt": opt, "key": state["key"]}, {"loss": value}
 
 
 def of_blocks(count, **patterns):
