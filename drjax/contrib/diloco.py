@@ -580,14 +580,19 @@ class Round:
             chosen = partial(jnp.where, drjax.reduce_sum(alive) > 0)
             new, after = jax.tree.map(chosen, (new, after), (old, outer[p]))
 
-        def merge(worker: PyTree, new: PyTree) -> PyTree:
+        def merge(own: list[Any], new: PyTree) -> list[Any]:
             """The mixture of a worker's own parameters and the global ones."""
             a = self.mixing
             mix = lambda x, y: (a * x + (1 - a) * y).astype(x.dtype)
-            new = new if self._replaces else jax.tree.map(mix, own(worker), new)
-            return params.set(worker, part.put(params.get(worker), new))
+            new = new if self._replaces else jax.tree.map(mix, part.take(own), new)
+            return part.put(own, new)
 
-        worker = drjax.map_fn(merge, (worker, drjax.broadcast(new)))
+        # What else a worker has does not wait for the exchange, in a plan neither.
+        every = params.get(worker)
+        of_part = [x if i in part.leaves else None for i, x in enumerate(every)]
+        merged = drjax.map_fn(merge, (of_part, drjax.broadcast(new)))
+        pairs = zip(merged, every, strict=True)
+        worker = params.set(worker, [y if x is None else x for x, y in pairs])
         outer = [*outer[:p], after, *outer[p + 1 :]]
         return part.put(theta, new), outer, worker, alive
 

@@ -292,6 +292,13 @@ def test_a_fragment_is_reduced_once_and_nothing_else_is_sent():
     assert plan.communication(devices=K).reduced_per_device() == sum(sizes)
 
 
+def test_a_plan_of_diloco_is_one_round_that_takes_its_steps_once():
+    round_ = diloco.Round(step, K)
+    state = round_.init(first_state())
+    plan = drjax.make_plan(round_)(state, jnp.asarray(BATCHES[0]))
+    assert len(plan.rounds) == 1
+
+
 def test_a_plan_of_a_round_computes_it():
     round_ = diloco.Round(step, K, fragments=2, delay=1, mixing=0.5)
     state = round_.init(first_state())
