@@ -89,7 +89,7 @@ def _codes_of_part(x):
     return jnp.moveaxis(sums, 0, 1).reshape(x.shape)
 
 
-def _by_hand(fn: Callable, both: bool, out: P = _WHOLE) -> Callable:
+def _hand_written(fn: Callable, both: bool, out: P = _WHOLE) -> Callable:
     """`fn` of the slice of one group, on each chip."""
     axes = {_G, _D} if both else {_G}
     of_chip = lambda x: jax.tree.map(fn, jax.tree.map(lambda x: x[0], x))
@@ -107,7 +107,7 @@ def _round(groups: int) -> dict[str, Callable]:
         deltas = drjax.map_fn(work, (drjax.broadcast(params), data))
         return jax.tree.map(jnp.subtract, params, drjax.reduce_mean(deltas))
 
-    def by_hand(params, data, both: bool):
+    def hand_written(params, data, both: bool):
         def gradient(params, batch):
             grads = jax.grad(_loss)(params, batch)
             return lax.pmean(grads, _D) if both else grads
@@ -124,7 +124,7 @@ def _round(groups: int) -> dict[str, Callable]:
             check_vma=False,
         )(params, data)  # fmt: skip
 
-    by = lambda both: functools.partial(by_hand, both=both)
+    by = lambda both: functools.partial(hand_written, both=both)
     return {OURS: ours, ONE: by(False), BOTH: by(True)}
 
 
@@ -136,7 +136,8 @@ def tasks(groups: int) -> dict[str, dict[str, Callable]]:
     gathered = lambda x: lax.all_gather(x, _G)
     square = lambda fn: lambda x: fn(x).reshape(SIZE, SIZE)
     pair = lambda ours, one, both, out=_WHOLE: {
-        OURS: ours, ONE: _by_hand(one, False, out), BOTH: _by_hand(both, True, out)
+        OURS: ours,
+        ONE: _hand_written(one, False, out), BOTH: _hand_written(both, True, out),
     }  # fmt: skip
     return {
         "round of DiLoCo": _round(groups),

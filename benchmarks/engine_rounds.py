@@ -135,7 +135,7 @@ class Scaled:
 
 
 def large_results(rounds: int = 4) -> list[dict[str, Any]]:
-    """Rounds that add up results of groups, and the same by hand, in turn."""
+    """Rounds that add up results of groups, and hand-written loops, in turn."""
     return [_added_up(n, floats, at_once, rounds) for n, floats, at_once in LARGE]
 
 
@@ -259,7 +259,7 @@ def markdown(small: dict, many: list[dict], large: list[dict]) -> str:
         ),
         *(
             (
-                f"{x['n']:,} results of {4e-6 * x['floats']:g} MB, drjax / by hand",
+                f"{x['n']:,} results of {4e-6 * x['floats']:g} MB, / hand-written",
                 f"≤ {ADDED_UP:g}",
                 f"{_slower(x):.2f}",
                 _slower(x) <= ADDED_UP,
@@ -319,7 +319,7 @@ def _large_line(x: dict[str, Any]) -> list[str]:
         *(f"{x['n']:,}", f"{4e-6 * x['floats']:g}", f"{x['blocks']}"),
         f"{middle:.2f} ({low:.2f} to {high:.2f})",
         f"{memory:.2f} ({ours['peak'] / 1e6:,.0f} MB)",
-        f"{ours['bytes'] / 1e6:,.4g} ({hand['bytes'] / 1e6:,.4g} by hand)",
+        f"{ours['bytes'] / 1e6:,.4g} ({hand['bytes'] / 1e6:,.4g} hand-written)",
     ]
 
 

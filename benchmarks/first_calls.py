@@ -1,4 +1,4 @@
-"""Measure what first calls cost, beside JAX's own functions and hand-written code.
+"""Measure the cost of first calls, and that of JAX functions or hand-written code.
 
     python -m benchmarks.first_calls             # all rows, some minutes
     python -m benchmarks.first_calls --quick     # each once
@@ -105,7 +105,7 @@ def _rounds(count: int) -> Callable:
 
 
 def _rounds_in_a_loop(count: int) -> Callable:
-    """The same as written by hand, in a loop over groups with running sums."""
+    """The same, hand-written, in a loop over groups with running sums."""
 
     def rounds(params, x):
         for _ in range(count):
@@ -146,8 +146,8 @@ _BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _CODES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def _float4_by_hand() -> Callable:
-    """A sum over devices in float4 with a float32 scale for 32 numbers, by hand."""
+def _float4_hand_written() -> Callable:
+    """A sum over devices in float4 with a float32 scale of 32 numbers."""
 
     def encode(x):
         x = x.reshape(*x.shape[:-1], -1, 32)
@@ -180,22 +180,22 @@ def _float4() -> tuple[Action, Action]:
         return drjax.reduce_sum(x, wire="float4_e2m1fn")
 
     x = jax.ShapeDtypeStruct((N, 64, 128), jnp.float32)
-    ours, theirs = jax.jit(program), jax.jit(_float4_by_hand())
+    ours, theirs = jax.jit(program), jax.jit(_float4_hand_written())
     return (lambda: ours.lower(x).compile(), lambda: theirs.lower(x).compile())
 
 
-def _unrolled(by_hand: bool) -> tuple[Action, Action]:
+def _unrolled(hand_written: bool) -> tuple[Action, Action]:
     args, fn = _types(_arguments()), _rounds(20)
     ours = drjax.jit(fn, groups_per_step=1)
-    theirs = jax.jit(_rounds_in_a_loop(20) if by_hand else fn)
+    theirs = jax.jit(_rounds_in_a_loop(20) if hand_written else fn)
     return lambda: ours.lower(*args), lambda: theirs.lower(*args)
 
 
-def _unrolled_gradient(by_hand: bool) -> tuple[Action, Action]:
+def _unrolled_gradient(hand_written: bool) -> tuple[Action, Action]:
     args = _types(_arguments())
     fn = jax.grad(_total(_rounds(20)))
     ours = drjax.jit(fn, groups_per_step=1)
-    theirs = jax.jit(jax.grad(_total(_rounds_in_a_loop(20))) if by_hand else fn)
+    theirs = jax.jit(jax.grad(_total(_rounds_in_a_loop(20))) if hand_written else fn)
     return lambda: ours.lower(*args), lambda: theirs.lower(*args)
 
 
@@ -219,9 +219,9 @@ def _planned_and_lowered(program: str) -> tuple[Action, Action]:
 def _mean(planned: bool) -> tuple[Action, Action]:
     leaves = [jax.ShapeDtypeStruct((N, 2, 1 + i % 8), jnp.float32) for i in range(3000)]
     program = drjax.program(clients=N)(drjax.reduce_mean)
-    by_hand = lambda xs: jax.tree.map(lambda x: jnp.mean(x, 0), xs)
+    hand_written = lambda xs: jax.tree.map(lambda x: jnp.mean(x, 0), xs)
     ours = (drjax.jit if planned else jax.jit)(lambda xs: program(xs))
-    theirs = jax.jit(by_hand)
+    theirs = jax.jit(hand_written)
     return lambda: ours.lower(leaves), lambda: theirs.lower(leaves)
 
 
@@ -230,10 +230,10 @@ def _mean_on_mesh() -> tuple[Action, Action]:
     program = drjax.program(clients=N)(drjax.reduce_mean)
 
     @jax.shard_map(in_specs=P(_AXIS), out_specs=P())
-    def by_hand(xs):
+    def hand_written(xs):
         return [x / N for x in lax.psum([x.sum(0) for x in xs], _AXIS)]
 
-    ours, theirs = jax.jit(lambda xs: program(xs)), jax.jit(by_hand)
+    ours, theirs = jax.jit(lambda xs: program(xs)), jax.jit(hand_written)
     return lambda: ours.lower(leaves), lambda: theirs.lower(leaves)
 
 
@@ -246,7 +246,7 @@ def _eager(derive: Callable, calls: int) -> tuple[Action, Action]:
         copies = drjax.broadcast(params)
         return drjax.reduce_mean(drjax.map_fn(lambda w, x: _loss(w, x[0]), (copies, x)))
 
-    def by_hand(params, x):
+    def hand_written(params, x):
         return jnp.mean(jax.vmap(lambda w, x: _loss(w, x[0]), (None, 0))(params, x))
 
     def called(fn: Callable) -> Action:
@@ -254,7 +254,7 @@ def _eager(derive: Callable, calls: int) -> tuple[Action, Action]:
         jax.block_until_ready(fn(*args))
         return lambda: [jax.block_until_ready(fn(*args)) for _ in range(calls)]
 
-    return called(program), called(by_hand)
+    return called(program), called(hand_written)
 
 
 _FILES = tempfile.TemporaryDirectory()
@@ -288,9 +288,9 @@ def _files_and_lowering(count: int) -> tuple[Action, Action]:
 ROWS = [
     Row("first call, two rounds", 1.2, '"auto"', "k = all", _auto),
     Row("first call, two rounds", 1.2, '"auto"', "jax.jit", _auto_as_jit),
-    Row("compile a float4 sum", 1.2, "wire=", "by hand", _float4, mesh=True),
+    Row("compile a float4 sum", 1.2, "wire=", "hand-written", _float4, mesh=True),
     Row("lower 20 rounds", 1.3, "k = 1", "jax.jit", lambda: _unrolled(False)),
-    Row("lower 20 rounds", 1.3, "k = 1", "a loop by hand", lambda: _unrolled(True)),
+    Row("lower 20 rounds", 1.3, "k = 1", "hand-written loop", lambda: _unrolled(True)),
     Row(
         "lower a gradient of 20 rounds",
         1.3,
@@ -417,7 +417,8 @@ def measure_imports(rounds: int) -> tuple[Row, list[tuple[float, float]]]:
     """The same of imports, in new processes."""
     nothing: Any = lambda: None
     row = Row("import", 1.1, "drjax", "jax", nothing)
-    pairs = [tuple(map(_seconds_of_import, ("drjax", "jax"))) for _ in range(rounds)]
+    both = lambda: (_seconds_of_import("drjax"), _seconds_of_import("jax"))
+    pairs = [both() for _ in range(rounds)]
     return row, pairs
 
 

@@ -141,10 +141,10 @@ class InlinedJaxpr:
         and bodies that were not rewritten.
         """
         key = (analysis, args, *kwargs.items()) if kwargs else (analysis, args)
-        found = self._memoized.get(key, _MISSING)
-        if found is _MISSING:
-            found = self._memoized[key] = analysis(*args, **kwargs)
-        return found
+        result = self._memoized.get(key, _MISSING)
+        if result is _MISSING:
+            result = self._memoized[key] = analysis(*args, **kwargs)
+        return result
 
     def bodies(self, eqn: Eqn) -> tuple["InlinedJaxpr", ...]:
         """Return the bodies of a `scan`, `while` or `cond` of this jaxpr, inlined.

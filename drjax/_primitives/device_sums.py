@@ -301,7 +301,7 @@ def _add_columns(
 ) -> Array:
     """Sum a device's columns of `[m, c]`, and gather those of its slice.
 
-    Row j has what device j of m adds up: its sums are `[c]`, and all of them `[m, c]`.
+    x[j] is what device j of m adds up: its sums are `[c]`, and all of them `[m, c]`.
     """
     if wire is None:
         total = reduce_scatter(layout, x)[0]
@@ -318,7 +318,7 @@ def _add_columns(
 
 
 def _sum_of_codes(layout: Layout, wire: Wire, x: Array) -> Array:
-    """Send row j of float32 `[m, c]` to device j, encoded, which adds up its rows."""
+    """Send x[j] of float32 `[m, c]` to device j, encoded, which adds up its own."""
     sent = vary(encode(x, wire), layout.axes)
     received = lax.all_to_all(sent, layout.axes, 0, 0, tiled=True)
     return jnp.sum(decode(received, wire), axis=0)

@@ -273,9 +273,9 @@ def main(config: Config) -> results.Results:
     if config.plan is not None:
         gbits = bandwidth.link_gbits(drjax.load_plan(config.plan))
         layers = config.model.layers
-        found = GBITS[bandwidth.needed(gbits, config.seconds, layers)]
-        grid[config.plan.name] = found
-        table.append([config.plan.name, *shown(found)])
+        least = GBITS[bandwidth.needed(gbits, config.seconds, layers)]
+        grid[config.plan.name] = least
+        table.append([config.plan.name, *shown(least)])
     bits = bits_of_plans(config.model)
     for model in MODELS:
         if model.table not in config.tables:

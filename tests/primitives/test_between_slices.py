@@ -107,7 +107,7 @@ def test_transformations(jit):
     want = jnp.mean(jnp.sin(x), 0), jnp.mean(jnp.cos(x), 0)
     with in_slices(4), jax.set_mesh(mesh):
         y, t = jax.jvp(jit(fn), (x,), (jnp.ones_like(x),))
-        rows = jax.vmap(jit(fn))(jnp.stack([x, 2 * x]))
+        both = jax.vmap(jit(fn))(jnp.stack([x, 2 * x]))
     np.testing.assert_allclose(y, want[0], rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(t, want[1], rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(rows[1], jnp.mean(jnp.sin(2 * x), 0), 1e-6, 1e-6)
+    np.testing.assert_allclose(both[1], jnp.mean(jnp.sin(2 * x), 0), 1e-6, 1e-6)
