@@ -25,7 +25,7 @@ def test_rounds():
 def test_float4():
     x = jax.random.normal(jax.random.key(0), (first_calls.N, 64, 128))
     with in_mesh_of({"clients": first_calls.DEVICES}):
-        theirs = jax.jit(first_calls._float4_by_hand())(x)
+        theirs = jax.jit(first_calls._float4_hand_written())(x)
         program = drjax.program(clients=first_calls.N)(drjax.reduce_sum)
         ours = jax.jit(lambda x: program(x, wire="float4_e2m1fn"))(x)
     size = jnp.linalg.norm(x.sum(0))
