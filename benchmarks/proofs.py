@@ -4,9 +4,9 @@
 
 Nothing in them is measured here: `benchmarks.run` measured times, `benchmarks.plans`
 memory and planning, `benchmarks.combinations` the collectives, `benchmarks.ledgers` the
-bytes of algorithms, `benchmarks.plan_files` files, `benchmarks.engines` and
-`benchmarks.same_numbers` the engines. Text and lines have colors that can be read on
-white and on black, and the background is transparent.
+bytes of algorithms, `benchmarks.overlap` what is hidden, `benchmarks.plan_files` files,
+`benchmarks.engines` and `benchmarks.same_numbers` the engines. Text and lines have
+colors that can be read on white and on black, and the background is transparent.
 """
 
 import argparse
@@ -24,6 +24,7 @@ MEMORY = "plans-jax-0.12.0.1.md"
 COLLECTIVES = "combinations-jax-0.12.0.1.md"
 LEDGERS = "ledgers.md"
 ENGINES = "same-numbers.md"
+OVERLAP = "overlap.md"
 TIMES = "summary.md"
 PLAN_FILES = "plan_files-jax-0.12.0.1.md"
 LOADED = "load, and lower what is loaded / plan and lower"
@@ -91,6 +92,22 @@ def collective_bytes() -> dict[str, dict[str, float]]:
 def ledgers() -> dict[str, list[float]]:
     """Megabytes down, up and between groups, by algorithm."""
     return {line[0]: [number(x) / 1e6 for x in line[1:4]] for line in lines(LEDGERS, 5)}
+
+
+def hidden() -> dict[str, float]:
+    """The hidden share of the bytes between two slices, by program, by `drjax.jit`."""
+    names = {
+        "a round a call, 2 slices, data, drjax.jit": "a round",
+        "a round a call, 2 slices, model, drjax.jit": "divided model",
+        "a step a call, 2 slices, model, jax.jit": "a step",
+    }
+    shares = {tuple(line[:2]): float(line[5].rstrip("%")) for line in lines(OVERLAP, 6)}
+    return {
+        f"{name}, {dtype}": shares[program, dtype]
+        for program, name in names.items()
+        for dtype in ("float32", "int8")
+        if (program, dtype) in shares
+    }
 
 
 def differences() -> dict[str, dict[str, float]]:
@@ -261,12 +278,27 @@ def _engine_rounds(ax: Axes) -> None:
     ax.legend()
 
 
+def _hidden(ax: Axes) -> None:
+    shares = hidden()
+    left = [0.0] * len(shares)
+    for name, color in (("hidden", BLUE), ("exposed", GRAY)):
+        hides = name == "hidden"
+        values = [x if hides else 100 - x for x in shares.values()]
+        ax.barh([*shares], values, 0.6, left, color=color)
+        ax.text(50, 0 if hides else 4, name, color="white", ha="center", va="center")
+        left = values
+    ax.invert_yaxis()
+    ax.set(xlabel="% of Streaming DiLoCo's bytes between slices")
+    ax.set_title("Hidden behind inner steps", loc="left")
+
+
 PANELS = {  # of the page of benchmarks
     "times": _times,
     "collectives": _collectives,
     "memory": _memory,
     "planning": _planning,
     "ledgers": _ledgers,
+    "hidden": _hidden,
     "plan_files": _plan_files,
     "engine_rounds": _engine_rounds,
     "engines": _engines,
@@ -317,6 +349,14 @@ def summary() -> str:
             f"For 8 gradients of a 4 MB model a group sends {sgd:.0f} MB by SGD and "
             f"{local:.0f} MB by DiLoCo, [as their plans say](#bytes-of-algorithms).",
         ),
+        "hidden": (
+            "Hidden communication",
+            "Of Streaming DiLoCo in one program the TPU compiler hides "
+            f"{hidden()['a round, float32']:.0f} % of the float32 bytes between "
+            f"slices, and {hidden()['a round, int8']:.0f} % of int8; where each "
+            f"step is a program {hidden()['a step, float32']:.0f} % "
+            "([schedules](#communication-behind-inner-steps)).",
+        ),
         "plan_files": (
             "Plan files",
             f"To load a [file](#plan-files) and lower it takes {load_share:.2f} of the "
@@ -341,12 +381,11 @@ def summary() -> str:
 
 
 def draw() -> Figure:
-    """The figure with its four panels."""
+    """The figure with its panels, one for each claim, and one of engines."""
+    panels = _memory, _collectives, _ledgers, _hidden, _engines, _engine_rounds
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(9.2, 6.6), layout="constrained")
-        axes = figure.subplots(2, 2).flat
-        for ax, panel in zip(axes, (_memory, _collectives, _ledgers, _engines),
-                             strict=True):  # fmt: skip
+        figure = Figure(figsize=(9.2, 9.4), layout="constrained")
+        for ax, panel in zip(figure.subplots(3, 2).flat, panels, strict=True):
             panel(ax)
         return figure
 

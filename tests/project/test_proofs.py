@@ -56,6 +56,13 @@ def test_memory_is_flat_and_engines_agree():
         assert max(values.values()) < 1e-6
 
 
+def test_the_readme_says_what_is_hidden():
+    """All of float32, half of few bits, half of a divided model, nothing of steps."""
+    shares, text = proofs.hidden(), (ROOT / "README.md").read_text()
+    assert [*map(round, shares.values())] == [100, 50, 50, 25, 0]
+    assert "compiler for TPUs hides all float32 bytes between slices" in text
+
+
 def test_the_limits_of_the_readme_are_those_of_the_tables():
     text = " ".join((ROOT / "README.md").read_text().split())
     tables = [path.name for path in sorted(proofs.RESULTS.glob("plans-jax-*.md"))]
@@ -78,8 +85,8 @@ def test_the_limits_of_the_readme_are_those_of_the_tables():
 def test_the_figure_shows_every_table():
     text = (ROOT / "docs/images/proofs.svg").read_text()
     panels = [axes.get_title("left") for axes in proofs.draw().axes]
-    assert len(panels) == 4
-    assert len(re.findall(r'<g id="axes_\d+">', text)) == 4
+    assert len(panels) == 6
+    assert len(re.findall(r'<g id="axes_\d+">', text)) == 6
 
 
 @pytest.mark.parametrize("name", proofs.PANELS)
