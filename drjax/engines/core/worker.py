@@ -273,7 +273,9 @@ class CompiledStage:
         if batches > 1:
             # Once, and not for each batch.
             shared = list(map(jax.device_put, shared))
-        running, first, states = self._identities(batches), [], []
+        # Not for one batch: to make them takes longer than a small stage.
+        running = self._identities(batches) if batches > 1 else []
+        count, first, states = len(self.reduces), [], []
         parts: list[tuple[slice, list[np.ndarray]]] = []
         for part, batch in block.batches(size):
             # One shape for all batches, so that XLA compiles the stage once.
@@ -281,7 +283,7 @@ class CompiledStage:
             args = padded.valid, padded.groups, *self._inputs(shared, padded.slices)
             if batches == 1:
                 outs = self.batched(*args)
-                sums, outs = outs[: len(running)], outs[len(running) :]
+                sums, outs = outs[:count], outs[count:]
             else:
                 running, outs = self.next_batch(running, *args)
                 sums = [x.value for x in running]
