@@ -31,13 +31,13 @@ from tqdm import tqdm
 
 import drjax
 from benchmarks import counts, report
+from benchmarks.descent import Params, descend, loss
 from benchmarks.long_programs import LONG_PROGRAMS
 from benchmarks.probes import entered
 from benchmarks.worker import taken
 
 DEVICES, N, WIDTH, STEPS, BATCH = 8, 16, 16, 3, 4
 _AXIS = "clients"
-Params = dict[str, jax.Array]
 Action = Callable[[], Any]
 
 
@@ -68,20 +68,6 @@ class Row:
 # Programs
 
 
-def _loss(params: Params, x: jax.Array) -> jax.Array:
-    return jnp.mean((jnp.tanh(x @ params["in"]) @ params["out"] - x) ** 2)
-
-
-def _descend(params: Params, x: jax.Array) -> Params:
-    """Local steps of gradient descent."""
-
-    def step(params: Params, x: jax.Array) -> tuple[Params, None]:
-        grads = jax.grad(_loss)(params, x)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), None
-
-    return lax.scan(step, params, x)[0]
-
-
 def _arguments() -> tuple[Params, jax.Array]:
     params = {name: jnp.ones((WIDTH, WIDTH)) for name in ("in", "out")}
     return params, jnp.ones((N, STEPS, BATCH, WIDTH))
@@ -97,7 +83,7 @@ def _rounds(count: int) -> Callable:
     @drjax.program(clients=N)
     def rounds(params, x):
         for _ in range(count):
-            new = drjax.map_fn(_descend, (drjax.broadcast(params), x))
+            new = drjax.map_fn(descend, (drjax.broadcast(params), x))
             params = drjax.reduce_mean(new)
         return params
 
@@ -111,7 +97,7 @@ def _rounds_in_a_loop(count: int) -> Callable:
         for _ in range(count):
 
             def add(sums, x, params=params):
-                return jax.tree.map(jnp.add, sums, _descend(params, x)), None
+                return jax.tree.map(jnp.add, sums, descend(params, x)), None
 
             sums, _ = lax.scan(add, jax.tree.map(jnp.zeros_like, params), x)
             params = jax.tree.map(lambda y: y / N, sums)
@@ -244,10 +230,10 @@ def _eager(derive: Callable, calls: int) -> tuple[Action, Action]:
     @drjax.program(clients=N)
     def program(params, x):
         copies = drjax.broadcast(params)
-        return drjax.reduce_mean(drjax.map_fn(lambda w, x: _loss(w, x[0]), (copies, x)))
+        return drjax.reduce_mean(drjax.map_fn(lambda w, x: loss(w, x[0]), (copies, x)))
 
     def hand_written(params, x):
-        return jnp.mean(jax.vmap(lambda w, x: _loss(w, x[0]), (None, 0))(params, x))
+        return jnp.mean(jax.vmap(lambda w, x: loss(w, x[0]), (None, 0))(params, x))
 
     def called(fn: Callable) -> Action:
         fn = derive(fn)

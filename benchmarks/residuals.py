@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 import drjax
 from benchmarks import counts
+from benchmarks.descent import Params, descend, loss
 from drjax.compiled import Report
 from drjax.compiled.hlo import Module
 from drjax.compiled.schedule import Schedule
@@ -36,7 +37,6 @@ ALL, CHECKPOINTED = "shard_map, all", "shard_map, 1"
 OURS_ALL, OURS = "drjax.jit, all", "drjax.jit, 1"
 _AXIS = "clients"
 _WHOLE = P()
-Params = dict[str, jax.Array]
 
 
 def matrix_operations(compiled: Any) -> int:
@@ -51,20 +51,6 @@ def matrix_operations(compiled: Any) -> int:
 # The work of one group in one round
 
 
-def _loss(params: Params, x: jax.Array) -> jax.Array:
-    return jnp.mean((jnp.tanh(x @ params["in"]) @ params["out"] - x) ** 2)
-
-
-def _descend(params: Params, x: jax.Array) -> Params:
-    """Local steps of gradient descent."""
-
-    def step(params: Params, x: jax.Array) -> tuple[Params, None]:
-        grads = jax.grad(_loss)(params, x)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), None
-
-    return lax.scan(step, params, x)[0]
-
-
 def _descend_with_momentum(
     params: Params, state: Params, x: jax.Array
 ) -> tuple[Params, Params]:
@@ -72,7 +58,7 @@ def _descend_with_momentum(
 
     def step(carry: Any, x: jax.Array) -> tuple[Any, None]:
         params, state = carry
-        grads = jax.grad(_loss)(params, x)
+        grads = jax.grad(loss)(params, x)
         state = jax.tree.map(lambda m, g: 0.9 * m + g, state, grads)
         params = jax.tree.map(lambda w, m: w - 0.1 * m, params, state)
         return (params, state), None
@@ -92,7 +78,7 @@ def _ours(n: int, with_state: bool) -> Callable:
             work = _descend_with_momentum
             new, state = drjax.map_fn(work, (params, state, x))
         else:
-            new = drjax.map_fn(_descend, (params, x))
+            new = drjax.map_fn(descend, (params, x))
         return drjax.reduce_mean(new), state
 
     return one_round
@@ -118,7 +104,7 @@ def _written(local: Callable, n: int) -> Callable:
 def _of_one(with_state: bool) -> Callable:
     if with_state:
         return _descend_with_momentum
-    return lambda params, state, x: (_descend(params, x), state)
+    return lambda params, state, x: (descend(params, x), state)
 
 
 def _all_at_once(n: int, with_state: bool) -> Callable:
@@ -151,7 +137,7 @@ def _straight(one_round: Callable, rounds: int) -> Callable:
     def last_loss(params, state, x, validation):
         for _ in range(rounds):
             params, state = one_round(params, state, x)
-        return _loss(params, validation)
+        return loss(params, validation)
 
     return jax.grad(last_loss)
 
@@ -160,7 +146,7 @@ def _scanned(one_round: Callable, rounds: int) -> Callable:
     def last_loss(params, state, x, validation):
         step = lambda carry, _: (one_round(*carry, x), None)
         (params, state), _ = lax.scan(step, (params, state), length=rounds)
-        return _loss(params, validation)
+        return loss(params, validation)
 
     return jax.grad(last_loss)
 
@@ -171,7 +157,7 @@ def _segmented(one_round: Callable, rounds: int, length: int) -> Callable:
         segment = lambda carry, _: (lax.scan(step, carry, length=length)[0], None)
         segment = jax.checkpoint(segment, prevent_cse=False)
         (params, state), _ = lax.scan(segment, (params, state), length=rounds // length)
-        return _loss(params, validation)
+        return loss(params, validation)
 
     return jax.grad(last_loss)
 
