@@ -430,10 +430,8 @@ def _batched_again(
 
     None if the primitive has another rule, or operands are batched otherwise.
     """
-    parent, rule = (
-        trace.parent_trace,
-        batching.fancy_primitive_batchers.get(eqn.primitive),
-    )
+    parent = trace.parent_trace
+    rule = batching.fancy_primitive_batchers.get(eqn.primitive)
     broadcasts = getattr(rule, "func", None) is batching.broadcast_batcher
     vectorized = getattr(rule, "func", None) is batching.vectorized_batcher
     if not (broadcasts or vectorized) or len(eqn.outvars) != 1:
@@ -538,13 +536,14 @@ def jaxpr_of_equations(
             or not all(_is_plain(v.aval) for v in eqn.outvars)
         ):
             return None
-        if any(type(v) is not core.Literal and v in consts for v in eqn.invars):
-            for v in eqn.invars:
-                if type(v) is not core.Literal and v in consts and v not in literals:
-                    literal = _literal(consts[v])
-                    if literal is None:
-                        return None
-                    literals[v] = literal
+        used = [v for v in eqn.invars if type(v) is not core.Literal and v in consts]
+        for v in used:
+            if v not in literals:
+                literal = _literal(consts[v])
+                if literal is None:
+                    return None
+                literals[v] = literal
+        if used:
             ins = [
                 v if type(v) is core.Literal else literals.get(v, v) for v in eqn.invars
             ]
