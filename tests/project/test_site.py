@@ -130,6 +130,19 @@ def test_the_first_page_has_the_program_of_the_readme():
     assert f"```{{code-cell}}\n{program}```" in PAGES["index.md"]
 
 
+def test_parts_of_files_that_pages_include_exist():
+    directive = re.compile(r"```\{(?:literal)?include\} (\S+)\n((?::.*\n)*)")
+    option = re.compile(r"^:(?:start|end)-(?:after|at|before): (['\"]?)(.+)\1$", re.M)
+    parts = [
+        ((DOCS / name).parent / file, text)
+        for name, page in PAGES.items()
+        for file, options in directive.findall(page)
+        for _, text in option.findall(options)
+    ]
+    assert parts
+    assert not [(file, text) for file, text in parts if text not in file.read_text()]
+
+
 def test_pages_are_short():
     for name, text in PAGES.items():
         prose = re.sub(r"^\|.*", "", CODE.sub("", PART.sub("", text)), flags=re.M)
