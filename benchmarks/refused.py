@@ -1,0 +1,78 @@
+"""Minimal programs of what compilers refuse, where hand-written code needs more for it.
+
+    python -m benchmarks.refused
+
+Each is a reason why a count of `benchmarks.combinations` cannot be that of a shorter
+program: both versions of drjax and the best hand-written code pay for it. Of 8 devices
+of the CPU; `tests/project/test_combination_benchmarks.py` fails when one is not refused
+any more.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from benchmarks.report import table
+
+_DEVICES, _NUMBERS = 8, 20_000
+
+
+def largest_of_devices(values: np.ndarray) -> float:
+    """`lax.pmax` of one float a device, of which some may be NaN."""
+    mesh = jax.make_mesh((_DEVICES,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    largest = jax.shard_map(
+        lambda x: lax.pmax(x[0], "i"), mesh=mesh, in_specs=P("i"), out_specs=P()
+    )
+    return float(jax.jit(largest)(jnp.asarray(values, jnp.float32)))
+
+
+def temporary_bytes(as_integers: bool) -> int:
+    """Those of two sorts of floats, of which the second may take their bits.
+
+    A compiler that gave the memory of floats to their bits needed none: the first sort
+    could write where the second one, and the result, are.
+    """
+
+    def sort_twice(x: jax.Array) -> jax.Array:
+        y = jnp.sort(x)
+        return jnp.sort(lax.bitcast_convert_type(y, jnp.int32) if as_integers else -y)
+
+    x = jax.ShapeDtypeStruct((_NUMBERS,), jnp.float32)
+    compiled = jax.jit(sort_twice).lower(x).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def refused() -> list[list[str]]:
+    """What each program asks for, what it gets, and what that costs."""
+    values = np.arange(_DEVICES, dtype=np.float32)
+    values[_DEVICES // 2] = math.nan
+    return [
+        [
+            "`lax.pmax` of 7 numbers and a NaN",
+            f"{np.max(values)}",
+            f"{largest_of_devices(values)}",
+            "maxima travel as integers: 10 operations for each number of the result",
+        ],
+        [
+            f"bits of {_NUMBERS:,} floats in the memory of these",
+            f"{temporary_bytes(False):,} bytes",
+            f"{temporary_bytes(True):,} bytes",
+            "one more array, where a maximum is what the program returns",
+        ],
+    ]
+
+
+def main() -> None:
+    """Print the table."""
+    jax.config.update("jax_num_cpu_devices", _DEVICES)
+    columns = ["asked for", "expected", "compiled", "so that"]
+    print(f"JAX {jax.__version__}, {_DEVICES} devices of the CPU.\n")
+    print(table(columns, refused()))
+
+
+if __name__ == "__main__":
+    main()
