@@ -13,7 +13,10 @@ seconds are those of a step that is compiled already. They have the time to make
 data, but of an array, which exists before. The machine may be shared: compare within a
 run, and only what is far apart.
 
-A second table is of a million tiny groups, one step of linear regression: CPU seconds
+A second table is of results of the groups, 256 kB each, which go to a file: by `out=`,
+by a hand-written loop over chunks, or from the array that the program returns.
+
+A third table is of a million tiny groups, one step of linear regression: CPU seconds
 of a step, from arrays, from arrays by `Groups.from_batches`, from a Parquet file, and
 from that file hand-written, Arrow's batches of rows to numpy.
 """
@@ -129,6 +132,68 @@ def measure(kind: str, n: int) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------
+# Results of the groups, in a file
+
+_RESULT_KINDS = ("out=", "hand-written loop to a file", "returned array")
+_RESULTS = (64, 512, 2048)  # groups
+
+
+class ResultFile:
+    """An array `[n, 256, 256]` in a file, written by slices and never mapped.
+
+    What is mapped would count as memory of the process, whoever may take it back.
+    """
+
+    def __init__(self, file: Any, n: int):
+        self._file, self.shape, self.dtype = file, (n, _WIDTH, _WIDTH), np.float32
+
+    def __setitem__(self, index: slice, values: np.ndarray) -> None:
+        self._file.seek(index.start * 4 * _WIDTH**2)
+        self._file.write(memoryview(np.ascontiguousarray(values)).cast("B"))
+
+
+def _features(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ w)[:_WIDTH]
+
+
+def measure_results(kind: str, n: int) -> dict[str, Any]:
+    """Write the results of the groups in this process: its peak memory, and seconds."""
+    source, w = Source(n), jnp.full((_WIDTH, _WIDTH), 0.01)
+    program = drjax.program(clients=n)(
+        lambda w, data: drjax.map_fn(_features, (drjax.broadcast(w), data))
+    )
+    of_chunk = jax.jit(jax.vmap(_features, (None, 0)))
+    with tempfile.TemporaryFile() as file:
+        target = ResultFile(file, n)
+
+        def run() -> None:
+            if kind == "out=":
+                step = drjax.jit(program, groups_per_step=_CHUNK, out=target)
+                step(w, Groups(source))
+            elif kind == "returned array":
+                step = drjax.jit(program, groups_per_step=_CHUNK)
+                target[0:n] = np.asarray(step(w, Groups(source)))
+            else:
+                for i in range(0, n, _CHUNK):
+                    x = np.stack([source[j] for j in range(i, i + _CHUNK)])
+                    target[i : i + _CHUNK] = np.asarray(of_chunk(w, x))
+
+        run()
+        start = time.process_time()
+        run()
+        seconds = time.process_time() - start
+        file.seek(0)
+        total = 0.0
+        while block := file.read(4 * _WIDTH**2):
+            total += float(np.abs(np.frombuffer(block, np.float32)).sum())
+    return {
+        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "seconds": seconds,
+        "value": total / n,
+    }
+
+
+# ---------------------------------------------------------------------------------
 # Tiny groups
 
 _TINY = 1_000_000
@@ -206,7 +271,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.one:
         kind, n = options.one
-        run = measure_tiny if kind in _TINY_KINDS else measure
+        run = measure
+        if kind in _TINY_KINDS:
+            run = measure_tiny
+        elif kind in _RESULT_KINDS:
+            run = measure_results
         print(json.dumps(run(kind, int(n))))
         return
     columns = ["data", "given as", "peak MB", "groups read", "CPU seconds", "loss"]
@@ -218,12 +287,21 @@ def main() -> None:
         counts = [f"{row['peak']:.0f}", f"{row['reads']:,}", f"{row['seconds']:.1f}"]
         rows.append([f"{n} MB", kind, *counts, f"{row['value']:.6f}"])
         print(*rows[-1], sep=", ", flush=True)
+    results = []
+    for n, kind in itertools.product(_RESULTS, _RESULT_KINDS):
+        row = _in_process(kind, n)
+        counts = [f"{row['peak']:.0f}", f"{row['seconds']:.1f}", f"{row['value']:.1f}"]
+        results.append([f"{n // 4} MB", kind, *counts])
+        print(*results[-1], sep=", ", flush=True)
     tiny = []
     for kind in _TINY_KINDS:
         row = _in_process(kind, _TINY)
         tiny.append([kind, f"{row['seconds']:.3f}", f"{row['value']:.6f}"])
         print(*tiny[-1], sep=", ", flush=True)
     text = f"JAX {jax.__version__}, CPU.\n\n{table(columns, rows)}\n"
+    columns = ["results", "written by", "peak MB", "CPU seconds", "mean"]
+    text += "\nResults of each group in a file:\n\n"
+    text += f"{table(columns, results)}\n"
     text += "\nA million groups of 20 bytes:\n\n"
     text += f"{table(['given as', 'CPU seconds', 'loss'], tiny)}\n"
     if options.out:

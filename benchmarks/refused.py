@@ -55,7 +55,7 @@ def refused() -> list[list[str]]:
             "`lax.pmax` of 7 numbers and a NaN",
             f"{np.max(values)}",
             f"{largest_of_devices(values)}",
-            "maxima travel as integers: 10 operations for each number of the result",
+            "maxima are sent as integers: 10 operations for each number of the result",
         ],
         [
             f"bits of {_NUMBERS:,} floats in the memory of these",

@@ -36,6 +36,8 @@ from drjax._jit.jit_primitive import (
 )
 from drjax._jit.lazy_arguments import Leaf
 from drjax._jit.tune import Tuned
+from drjax._jit.written_results import Out, Written
+from drjax._plan_file.pytree_paths import KeyPath
 from drjax._planner.naming import argument_names, function_name
 from drjax._sharding.execute import vary
 from drjax._sharding.planning_context import is_bound
@@ -70,6 +72,7 @@ def jit(
     memory_budget: int | None = None,
     *,
     checkpoints: Literal["sqrt"] | None = None,
+    out: Any = None,
     progress: bool = False,
     **jit_kwargs: Any,
 ) -> Tuned[P, R]: ...
@@ -81,6 +84,7 @@ def jit(
     memory_budget: int | None = None,
     *,
     checkpoints: Literal["sqrt"] | None = None,
+    out: Any = None,
     progress: bool = False,
     **jit_kwargs: Any,
 ) -> Jitted[P, R]: ...
@@ -91,6 +95,7 @@ def jit(
     memory_budget: int | None = None,
     *,
     checkpoints: Literal["sqrt"] | None = None,
+    out: Any = None,
     progress: bool = False,
     **jit_kwargs: Any,
 ) -> Any:
@@ -131,6 +136,13 @@ def jit(
         carries at about √T of them, and runs the rounds between two of these again, for
         one more forward pass (revolve; sublinear memory): the divisor of T that takes
         the fewest bytes. Default: it saves what each round carries.
+      out: What to write partitioned results to while the program runs, chunk by chunk,
+        so that they are never in memory for all groups: a dict `{result: target}`, or
+        the target of all that the function returns. A result is an index or key of
+        what it returns, or a tuple of these, a path, as for `keep=` of backends. A
+        target has the `shape`, `[n, ...]`, and `dtype` of the result, and takes slices,
+        `target[i:j] = x`, as a `numpy.memmap` or an array of h5py; of a tree of
+        results, it is a tree. The call returns the target in the place of the result.
       progress: Whether to show a bar of the groups read, of `Groups` and `Parquet`, for
         each pass over the data; needs tqdm.
       **jit_kwargs: As for `jax.jit`: static_argnums, donate_argnums, in_shardings, ...
@@ -146,10 +158,11 @@ def jit(
       MeshError: (when called) the partition does not fit the mesh; or the call is
         inside a `jax.shard_map` over the partition's axes, where `jax.jit` runs it.
       DrjaxValueError, DrjaxTypeError: A wrong option; or the data of one of `Groups`
-        cannot be read, or do not have the types of group 0.
+        cannot be read, or do not have the types of group 0; or one of `out` is not of
+        the type of its result, or cannot be written.
 
     Example:
-      >>> import drjax, jax, jax.numpy as jnp
+      >>> import drjax, jax, jax.numpy as jnp, numpy as np
       >>> @drjax.program(clients=1000)
       ... def mean_square(x):
       ...     return drjax.reduce_mean(drjax.map_fn(jnp.square, x))
@@ -159,6 +172,10 @@ def jit(
       >>> data = drjax.backends.Groups([jnp.float32(i % 2) for i in range(1000)])
       >>> print(drjax.jit(mean_square)(data))
       0.5
+      >>> gradients = np.zeros(1000, np.float32)  # or a file, a numpy.memmap
+      >>> step = drjax.jit(jax.grad(mean_square), groups_per_step=10, out=gradients)
+      >>> print(step(jnp.ones(1000)) is gradients, gradients[:2])
+      True [0.002 0.002]
 
     Source: Rush et al. 2024, sections 4 and 5. Of checkpoints: Griewank and Walther
     2000, "Algorithm 799: revolve"; Chen, Xu, Zhang and Guestrin 2016, "Training deep
@@ -171,7 +188,7 @@ def jit(
         )
     if unknown := sorted(jit_kwargs.keys() - _OPTIONS_OF_JIT):
         own = ["groups_per_step", "residuals", "memory_budget"]
-        own += ["checkpoints", "progress"]
+        own += ["checkpoints", "out", "progress"]
         options = [*own, *sorted(_OPTIONS_OF_JIT)]
         close = difflib.get_close_matches(unknown[0], options, n=1)
         raise DrjaxTypeError(
@@ -191,19 +208,31 @@ def jit(
         raise DrjaxValueError(
             f'drjax.jit needs checkpoints="sqrt" or None, got {checkpoints!r}.'
         )
+    written = None if out is None else Out.checked(out)
     if tune:
         assert isinstance(groups, step_size.Fit)
+        if written is not None:
+            raise DrjaxValueError(
+                'drjax.jit(groups_per_step="tune") runs a function several times to '
+                'measure it, so it cannot write out=. Give a number, or "auto".'
+            )
         own = {"checkpoints": checkpoints, **jit_kwargs}
         compiled = functools.partial(_compiled, fn, residuals, own)
         return Tuned(fn, compiled, groups.budget)
     rematerialize = None if residuals is None else residuals == "recompute"
-    options = rematerialize, checkpoints is not None
+    paths = None if written is None else tuple(written.targets)
+    options = rematerialize, checkpoints is not None, paths
     planned, at_once = _planned(fn, (groups, *options)), None
+    variants = [planned]
     if isinstance(groups, step_size.Fit):
         every = _planned(fn, (None, *options))
+        variants.append(every)
         asked = _asked(fn, groups, *options, *sorted(jit_kwargs.items()))
         at_once = AtOnce(every, groups.budget, jit_kwargs, asked)
-    return _Jit(fn, jax.jit(planned, **jit_kwargs), at_once, progress)
+    jitted = _Jit(fn, jax.jit(planned, **jit_kwargs), at_once, progress)
+    if written is None:
+        return jitted
+    return _Writing(jitted, written, variants)
 
 
 class _Jit:
@@ -275,6 +304,32 @@ class _Jit:
         return getattr(self._jitted, name)
 
 
+class _Writing:
+    """A `_Jit` that writes results, as `out` says; it runs one of `variants`."""
+
+    __wrapped__: Callable
+
+    def __init__(self, jitted: _Jit, out: Out, variants: list["_Planned"]) -> None:
+        self._jitted, self._out, self._variants = jitted, out, variants
+        functools.update_wrapper(self, jitted.__wrapped__, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = lambda: self._jitted(*args, **kwargs)
+        written = [x.written for x in self._variants if x.written is not None]
+        return self._out.call(written, run)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        return repr(self._jitted)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_jitted":  # as while it is unpickled
+            raise AttributeError(name)
+        return getattr(self._jitted, name)
+
+
 def _compiled(
     fn: Callable,
     residuals: str | None,
@@ -292,8 +347,8 @@ def _compiled(
 
 
 # Those of `jit_primitive.Options` that users give: `groups_per_step`, `rematerialize`
-# and `checkpoints`.
-_OfPlan: TypeAlias = tuple[GroupsPerStep, bool | None, bool]
+# and `checkpoints`; and which results are written, if any.
+_OfPlan: TypeAlias = tuple[GroupsPerStep, bool | None, bool, tuple[KeyPath, ...] | None]
 
 
 class _Planned:
@@ -305,10 +360,12 @@ class _Planned:
     `jit_primitive.Options`.
     """
 
-    __slots__ = ("__name__", "__weakref__", "_fn", "_options")
+    __slots__ = ("__name__", "__weakref__", "_fn", "_options", "written")
 
     def __init__(self, fn: Callable[[], Callable], options: _OfPlan) -> None:
         self._fn, self._options = fn, options
+        *_, paths = options
+        self.written = None if paths is None else Written(paths)
         self.__name__ = function_name(getattr(fn(), "__name__", "program"))
 
     @property
@@ -356,12 +413,16 @@ class _Planned:
         operands: list[Any] = [*consts, *arrays]
         operand_names = [f"closure.{i}" for i in range(len(consts))]
         operand_names += [names[i] for i in dynamic]
-        groups, rematerialize, checkpoints = self._options
+        groups, rematerialize, checkpoints, _ = self._options
+        run = None
         if any(isinstance(x, Leaf) for x in arrays):
             read = lazy_arguments.read_in(fn, jaxpr, operands, operand_names)
-            operands, operand_names = read.operands, read.names
-            jaxpr, _ = trace(read.fn, list(map(_compat.typeof, operands)), name, bound)
+            operands, operand_names, run = read.operands, read.names, read.fn
             groups = read.groups_per_step() if groups is None else groups
+        if self.written is not None:
+            run = self.written.write(fn, jaxpr, out_tree, run)
+        if run is not None:
+            jaxpr, _ = trace(run, list(map(_compat.typeof, operands)), name, bound)
         options = Options(
             name, tuple(operand_names), groups, rematerialize, bound, checkpoints
         )

@@ -336,6 +336,18 @@ def _read(
 
 def _partition_of(jaxpr: ClosedJaxpr, sizes: set[int], fn: Callable) -> Partition:
     """Find a partition of so many groups that a function, or its jaxpr, has."""
+    partition = partition_of(jaxpr, sizes, fn)
+    if partition is not None:
+        return partition
+    text = " and ".join(map(str, sorted(sizes)))
+    raise DrjaxTypeError(
+        f"drjax.jit got Groups with the data of {text} groups, and the function needs "
+        "a partition of so many; it has none."
+    )
+
+
+def partition_of(jaxpr: ClosedJaxpr, sizes: set[int], fn: Callable) -> Partition | None:
+    """Find a partition of so many groups that a function, or its jaxpr, has, if any."""
     declared = _declared(fn)
     if declared is not None and {declared.size} == sizes:
         return declared  # also of a program without blocks, which adds up an axis
@@ -343,8 +355,4 @@ def _partition_of(jaxpr: ClosedJaxpr, sizes: set[int], fn: Callable) -> Partitio
         partition = eqn.params.get("partition")
         if isinstance(partition, Partition) and {partition.size} == sizes:
             return partition
-    text = " and ".join(map(str, sorted(sizes)))
-    raise DrjaxTypeError(
-        f"drjax.jit got Groups with the data of {text} groups, and the function needs "
-        "a partition of so many; it has none."
-    )
+    return None

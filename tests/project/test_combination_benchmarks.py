@@ -10,7 +10,6 @@ import pytest
 from benchmarks import combinations, counts, refused
 from benchmarks.combinations import BASELINE, OURS, PLANNED
 
-
 # A fold by any function holds parts of the states of m devices, and for a gradient two
 # states for each group.
 MORE_MEMORY = {"logsumexp", "gradient of a product"}

@@ -25,3 +25,11 @@ def test_tiny_groups_have_the_same_results():
     for other in others:
         for key in ("value", "norm"):
             assert first[key] == pytest.approx(other[key], rel=1e-5)
+
+
+def test_results_are_written_as_by_hand():
+    first, *others = (
+        out_of_core.measure_results(k, 8) for k in out_of_core._RESULT_KINDS
+    )
+    for other in others:
+        assert first["value"] == pytest.approx(other["value"], rel=1e-5)

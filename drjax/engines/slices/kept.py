@@ -14,16 +14,21 @@ the workers of that one.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import jax
 
 from drjax._compat.types import PyTree
 from drjax._error_texts import brief
 from drjax._errors import DrjaxTypeError, DrjaxValueError
+from drjax._plan_file.pytree_paths import (
+    KeyPath,
+    as_path,
+    path_text,
+    replaced,
+    subtree,
+)
 from drjax.plan import Plan, Value
-
-KeyPath: TypeAlias = tuple[Any, ...]  # indices, keys and names of fields
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +52,7 @@ class KeptPair:
     tree: Any
 
     def __str__(self) -> str:
-        return "argument " + _text(self.argument[1:])
+        return "argument " + path_text(self.argument[1:])
 
 
 class Kept:
@@ -181,7 +186,7 @@ class Keep:
             )
         self.plan, self.pairs = plan, []
         for result, argument in (keep or {}).items():
-            self.pairs.append(self._pair(_path(result), _path(argument)))
+            self.pairs.append(self._pair(as_path(result), as_path(argument)))
         for what in ("outputs", "inputs"):
             leaves = [i for pair in self.pairs for i in getattr(pair, what)]
             if len(set(leaves)) < len(leaves):
@@ -204,16 +209,18 @@ class Keep:
         arguments = plan.in_tree.unflatten(range(len(plan.inputs)))
         # A name is that of a keyword argument; positions come first in `in_tree`.
         where = (int(bool(argument) and isinstance(argument[0], str)), *argument)
-        outs = _subtree(results, result, f"result {_text(result)} of {plan.name}")
-        ins = _subtree(arguments, where, f"argument {_text(argument)} of {plan.name}")
+        own = f"keep= has result {path_text(result)} of {plan.name}"
+        outs = subtree(results, result, own)
+        own = f"keep= has argument {path_text(argument)} of {plan.name}"
+        ins = subtree(arguments, where, own)
         outputs, tree = jax.tree.flatten(outs)
         inputs, in_tree = jax.tree.flatten(ins)
         pair = KeptPair(result, where, tuple(outputs), tuple(inputs), in_tree)
         if tree != in_tree:
             raise DrjaxValueError(
                 f"keep= needs a result and an argument of the same structure, but "
-                f"result {_text(result)} of {plan.name} is {brief(tree)}, and {pair} "
-                f"is {brief(in_tree)}."
+                f"result {path_text(result)} of {plan.name} is {brief(tree)}, and "
+                f"{pair} is {brief(in_tree)}."
             )
         for i, j in zip(outputs, inputs, strict=True):
             _check_alike(plan.outputs[i], plan.inputs[j])
@@ -244,7 +251,7 @@ class Keep:
         opened: Any = (args, kwargs)
         for pair in self.pairs:
             try:
-                x = _subtree(opened, pair.argument, "")
+                x = subtree(opened, pair.argument, "")
             # Another structure: what compares it with that of the plan refuses it.
             except DrjaxValueError:
                 continue
@@ -255,7 +262,7 @@ class Keep:
                 leaves, handles = x.leaves(), [*handles, x]
             if leaves is not None:
                 new = pair.tree.unflatten(leaves)
-                opened = _replaced(opened, pair.argument, new)
+                opened = replaced(opened, pair.argument, new)
         # Those that are left are in a wrong place.
         for x in jax.tree.leaves(opened):
             if isinstance(x, Kept):
@@ -299,7 +306,7 @@ class Keep:
         for pair in self.pairs:
             mine = [leaves[i] for i in pair.outputs]
             copy = lambda xs, pair=pair: fetch(pair, xs)
-            tree = _replaced(tree, pair.result, Kept(self, pair, mine, copy))
+            tree = replaced(tree, pair.result, Kept(self, pair, mine, copy))
         return tree
 
 
@@ -322,75 +329,3 @@ def _check_alike(result: Value, argument: Value) -> None:
             f"{result} with its groups along axis {result.axis} is not of the type of "
             f"the argument {argument} with its groups along axis {argument.axis}."
         )
-
-
-# ---------------------------------------------------------------------------------
-# Paths in pytrees
-
-
-def _path(path: KeyPath | int | str) -> KeyPath:
-    """Return a path in a pytree, as users write it, as a tuple: `(1,)` for `1`."""
-    return path if isinstance(path, tuple) else (path,)
-
-
-def _text(path: KeyPath) -> str:
-    """Return a path as text: `1` for `(1,)`, `0['inner']` for `(0, 'inner')`."""
-    return "".join(str(k) if i == 0 else f"[{k!r}]" for i, k in enumerate(path)) or "()"
-
-
-def _children(tree: PyTree) -> tuple[list[tuple[Any, PyTree]], Any]:
-    """Return the children of a pytree's root with their keys, and its structure.
-
-    A key is as in the key paths of `jax.tree_util` (`SequenceKey`, `DictKey`, ...). The
-    structure's `unflatten` takes the children in this order. A leaf has no children.
-    """
-    pairs, structure = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda x: x is not tree
-    )
-    # Of a leaf, the path to itself is empty.
-    return [(path[0], x) for path, x in pairs if path], structure
-
-
-def _is_key(key: object, name: object) -> bool:
-    """Return whether a key of `jax.tree_util` equals an element of a user's path.
-
-    Compared is the index, key or field name that the first holds. Types must be equal
-    too, so that True is not the index 1.
-    """
-    fields = ("idx", "key", "name")
-    return any(
-        type(value) is type(name) and value == name
-        for value in (getattr(key, field, None) for field in fields)
-    )
-
-
-def _subtree(tree: PyTree, path: KeyPath, what: str) -> PyTree:
-    """Return the subtree of a pytree at a path; () is the whole pytree.
-
-    `what` is what is looked for, for the error of a path that is not there:
-    `result 0 of step`.
-    """
-    for name in path:
-        children, _ = _children(tree)
-        if not (same := [x for key, x in children if _is_key(key, name)]):
-            names = [jax.tree_util.keystr((key,)) for key, _ in children]
-            raise DrjaxValueError(
-                f"keep= has {what}, but in its place there is no {name!r}, only "
-                f"{', '.join(names) or 'a single array'}."
-            )
-        (tree,) = same
-    return tree
-
-
-def _replaced(tree: PyTree, path: KeyPath, new: PyTree) -> PyTree:
-    """Return a copy of a pytree in which the subtree at a path is replaced by another.
-
-    The path must exist; for () the result is `new`.
-    """
-    if not path:
-        return new
-    children, structure = _children(tree)
-    return structure.unflatten(
-        _replaced(x, path[1:], new) if _is_key(key, path[0]) else x
-        for key, x in children
-    )
