@@ -83,13 +83,18 @@ def cells(column: Column) -> np.ndarray | list[np.ndarray]:
     """
     part = column
     while hasattr(part.type, "value_type"):
-        lengths = part.value_lengths()
         # Ragged lists have no shape: each is an array of its own.
         # `flatten` leaves null lists out: values after them would move up by a row.
-        if part.null_count or len(lengths.unique()) > 1:
+        if part.null_count or _is_ragged(part):
             return _one_by_one(column)
         part = part.flatten()
     return _one_by_one(column) if part.null_count else _array(column)
+
+
+def _is_ragged(lists: Column) -> bool:
+    if hasattr(lists.type, "list_size"):  # their type says it
+        return False
+    return len(lists.value_lengths().unique()) > 1
 
 
 def _one_by_one(column: Column) -> list[np.ndarray]:
