@@ -67,7 +67,8 @@ def cost_of_stage(stage: Stage) -> Cost:
     """Count what a stage computes, inner levels included."""
     if stage.inner is not None:
         server, group = costs(stage.inner)
-        return server.then(group, stage.inner.size)
+        # What waits between the inner rounds does while the stage runs.
+        return replace(server.then(group, stage.inner.size), saved=0)
     if stage.work is not None:
         return Cost(0, *stage.work)
     if stage.jaxpr is None:
@@ -88,7 +89,8 @@ def _cost(plan: Plan, of_groups: bool) -> Cost:
     waits = uses.last_reads(plan).keys() - outside
     # Of what groups compute, combinations alone may be needed, not the slices.
     waits &= uses.kept(plan) if of_groups else waits
-    ends = {id(a_round.steps[-1]) for a_round in plan.rounds}
+    # After the last round nothing waits for a later one.
+    ends = {id(a_round.steps[-1]) for a_round in plan.rounds[:-1]}
     for step, dropped in zip(plan.steps, uses.read_last(plan), strict=True):
         inside = _cost_of_step(step, of_groups)
         # While a loop runs, its rounds save values, and others wait for its end.

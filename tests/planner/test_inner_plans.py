@@ -57,7 +57,6 @@ def test_a_plan_prints_its_levels():
         "loss: a plan over partition pods:2 in 1 round\n"
         "  takes    model: float32[4], data: float32[3,4] in each group\n"
         "  returns  result: float32[]\n"
-        "  saves    4 B in each group, at most, for later rounds\n"
         "\n"
         "round 1\n"
         "  to every group       model: float32[4]   16 B\n"
