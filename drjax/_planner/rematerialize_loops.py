@@ -42,7 +42,7 @@ rewritten scan has no jaxpr in its parameters: its body is in
 `InlinedJaxpr.known_bodies` alone.
 """
 
-from collections.abc import Mapping
+import math
 from typing import Any
 
 from drjax import _compat
@@ -59,7 +59,7 @@ from drjax._planner.inline import InlinedJaxpr
 from drjax._planner.partitioning.environment import Environment
 from drjax._planner.scans import ScanEquation, replace_scans
 from drjax._planner.unbatching.rules import UNBATCHING_RULES
-from drjax._planner.work import COSTLY, PER_BYTE, bytes_of, operations
+from drjax._planner.work import COSTLY, bytes_of, is_cheap, operations
 from drjax._primitives.map_fn import eliminate_dead_code
 from drjax._primitives.read_groups import read_groups_p
 from drjax.primitives import broadcast_p, map_fn_p, partition_index_p, scatter_p
@@ -271,8 +271,8 @@ def _sink(kinds: Environment, scan: ScanEquation) -> InlinedJaxpr | None:
 
     A constant is then rematerialized in each step, and not live during the whole loop.
     None if there is no constant to move: one that is partitioned along axis 0, the
-    result of a cheap chain of equations (`_is_worth`), and not bitwise-observable (the
-    program may compare its bits).
+    result of a cheap chain of equations, and not bitwise-observable (the program may
+    compare its bits).
     """
     program = kinds.program
     consts = {v for v in scan.consts if kinds[v].axis == 0}
@@ -282,16 +282,19 @@ def _sink(kinds: Environment, scan: ScanEquation) -> InlinedJaxpr | None:
     for var in bitwise_observable(program):
         definition.pop(var, None)
     # Global values are computed once by the server, not by each group in each step.
-    of_groups = {v: e for v, e in definition.items() if kinds[v].partitioned}
+    of_groups = {
+        v: e for v, e in definition.items() if kinds[v].partitioned and _may_move(e)
+    }
+    spare = _spare(scan)
     # A dict, as a set would make the order of operands depend on identities.
     sunk = {
         v: None
         for v in scan.consts
-        if v in consts and v in definition and _is_worth(v, of_groups, scan)
+        if v in consts and v in of_groups and is_cheap(v, of_groups.get, spare)
     }
     if not sunk:
         return None
-    needed, starts = backward_slice(sunk, of_groups, lambda _, e: _is_cheap(e))
+    needed, starts = backward_slice(sunk, of_groups, lambda *_: True)
     # No start is sunk by a later call, so the calls come to an end: each start is an
     # argument, a constant, observable, global, or not cheap.
     moved = (_compat.as_rematerialized(e) for e in eqns if id(e) in needed)
@@ -317,21 +320,12 @@ def _sink(kinds: Environment, scan: ScanEquation) -> InlinedJaxpr | None:
 _SHARE = 1 / 16
 
 
-def _is_worth(var: Var, definition: Mapping[Var, Eqn], scan: ScanEquation) -> bool:
-    """Whether to compute a constant of a scan in each step, to save its memory.
-
-    If its last equation is cheap, and so is the chain of cheap equations of groups,
-    `definition`, that compute it: compared with reading it, or with all of the steps.
-    """
-    if not _is_cheap(definition[var]):
-        return False
-    chain, _ = backward_slice([var], definition, lambda _, e: _is_cheap(e))
-    one = sum(map(operations, chain.values()))
+def _spare(scan: ScanEquation) -> float:
+    """Count the operations before a scan that each of its steps may do instead."""
     steps = scan.eqn.params["length"]
-    step = sum(map(operations, scan.body.eqns))
-    return one <= PER_BYTE * bytes_of([var]) or (
-        (steps - 1) * one <= _SHARE * steps * step
-    )
+    if steps == 1:  # nothing is done twice
+        return math.inf
+    return _SHARE * steps * sum(map(operations, scan.body.eqns)) / (steps - 1)
 
 
 def _with_cheap_part(eqn: Eqn, consts: set[Var]) -> list[Eqn]:
@@ -343,7 +337,7 @@ def _with_cheap_part(eqn: Eqn, consts: set[Var]) -> list[Eqn]:
     """
     if eqn.primitive is not map_fn_p or eqn.effects or consts.isdisjoint(eqn.outvars):
         return [eqn]
-    if _is_cheap(eqn):
+    if _may_move(eqn):
         return [eqn]
 
     def part(used: list[bool]) -> Eqn:
@@ -352,26 +346,25 @@ def _with_cheap_part(eqn: Eqn, consts: set[Var]) -> list[Eqn]:
         return live
 
     cheap = [
-        var in consts and _is_cheap(part([var is other for other in eqn.outvars]))
+        var in consts and _may_move(part([var is other for other in eqn.outvars]))
         for var in eqn.outvars
     ]
     return [eqn, part(cheap)] if any(cheap) else [eqn]
 
 
-def _is_cheap(eqn: Eqn) -> bool:
+def _may_move(eqn: Eqn) -> bool:
     """Whether an equation may be evaluated in each step of a loop, to save memory.
 
-    It has no effects, and costs little compared with the memory of its result: it is a
-    `broadcast`, `scatter`, `partition_index`, `read_groups` or `iota`, or any primitive
-    with an unbatching rule, unless its name is in `COSTLY`. A `map_fn` or `jit` is
-    cheap if all equations of its jaxpr are.
+    It has no effects, is not costly, and is a `broadcast`, `scatter`, `read_groups`,
+    `partition_index` or `iota`, or any primitive with an unbatching rule. A `map_fn` or
+    `jit` may move if all equations of its jaxpr may.
     """
     name = eqn.primitive.name
     if eqn.effects or name in COSTLY:
         return False
     if eqn.primitive is map_fn_p or name == "jit":
         # Inlining does not enter mapped functions, so calls remain in them.
-        return all(map(_is_cheap, _compat.open_jaxpr(eqn.params["jaxpr"]).eqns))
+        return all(map(_may_move, _compat.open_jaxpr(eqn.params["jaxpr"]).eqns))
     # Data that the host reads may not fit in memory, so that they are read again.
     inputs = (broadcast_p, scatter_p, partition_index_p, read_groups_p)
     return eqn.primitive in inputs or (name in UNBATCHING_RULES or name == "iota")

@@ -96,14 +96,18 @@ def bytes_of(variables: Iterable[Var]) -> float:
 
 
 def is_cheap(
-    var: Var, definition: Callable[[Var], Eqn | None], limit: int = 64
+    var: Var,
+    definition: Callable[[Var], Eqn | None],
+    spare: float = 0,
+    limit: int = 64,
 ) -> bool:
     """Whether to rematerialize a variable costs no more than to read it.
 
     `definition` returns the equation that computes a variable, None if that is not to
-    be rematerialized. A chain of more than `limit` equations is not cheap.
+    be rematerialized. Of `spare` operations, which are few for the program, it may take
+    all. A chain of more than `limit` equations is not cheap.
     """
-    budget, seen, stack = PER_BYTE * bytes_of([var]), set[int](), [var]
+    budget, seen, stack = max(PER_BYTE * bytes_of([var]), spare), set[int](), [var]
     while stack:
         eqn = definition(stack.pop())
         if eqn is None or id(eqn) in seen:
@@ -117,6 +121,7 @@ def is_cheap(
 
 
 def _is_costly(eqn: Eqn) -> bool:
+    """Whether an equation, or one inside of it, costs more than its memory."""
     jaxprs = map(_compat.open_jaxpr, _compat.jaxprs_in(eqn.params))
     return eqn.primitive.name in COSTLY or any(
         _is_costly(inner) for jaxpr in jaxprs for inner in jaxpr.eqns
