@@ -323,6 +323,7 @@ class InSegments:
 
 
 _MANY_GROUPS = 1024  # of which sums are added in buckets
+_MEMORY = 1 / 8  # of that of the slices, which the buckets may have
 
 # The method of `jnp.ndarray.at` that combines by a ufunc.
 _METHODS: dict[np.ufunc, str] = {np.add: "add", np.maximum: "max", np.minimum: "min"}
@@ -385,7 +386,7 @@ def buckets_of_groups(ufunc: np.ufunc, x: InSegments) -> int:
         return 1
     if not isinstance(k, int) or k < _MANY_GROUPS:
         return 1
-    return max(1, min(math.isqrt(k), k // (8 * x.num)))
+    return max(1, min(math.isqrt(k), int(k * _MEMORY / x.num)))
 
 
 def combine_segments(

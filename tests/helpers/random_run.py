@@ -33,6 +33,7 @@ from drjax._planner import checkpoint_loops, rematerialize_loops, rematerialize_
 from drjax._planner.partitioning import consistency
 from drjax._planner.partitioning.kind import signature
 from drjax._planner.unbatching.rules import UNBATCHING_RULES
+from drjax._primitives import segments
 from drjax.backends import Groups
 from drjax.backends.xla import reuse_accumulators
 from drjax.backends.xla.chunked_stage import ChunkedStage
@@ -88,6 +89,8 @@ def check(program: Program) -> None:
         mock.patch.object(checkpoint_loops, "_rounds_of_segment", segment),
         strict(program.dtype == "float64"),
         mock.patch.object(reuse_accumulators, "LARGE", large),
+        # As for many groups: sums by segment in buckets.
+        mock.patch.multiple(segments, _MANY_GROUPS=2, _MEMORY=8),
         exchanges_of_large_programs(program.seed % 2 == 1),
     ):
         with plainly():
@@ -174,7 +177,7 @@ def counting():
 
 @contextlib.contextmanager
 def choices():
-    """Counts what plans save, stack and rematerialize, and what takes whose memory."""
+    """Counts what plans save, stack and rematerialize, and how they keep and add."""
     chosen = collections.Counter()
 
     def counted(owner, method, names):
@@ -203,6 +206,7 @@ def choices():
         counted(work, "_cut", lambda _, states: ["state"] * len(states)),
         counted(rematerialize_loops._ScanPair, "rewritten", of_scans),
         counted(ChunkedStage, "_updated", lambda _, x: ["in place"] * len(x)),
+        counted(segments, "buckets_of_groups", lambda _, x: [f"{x} buckets"]),
     ):
         yield chosen
 

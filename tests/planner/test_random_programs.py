@@ -237,6 +237,15 @@ def test_what_is_saved_and_what_is_done_again(number):
     assert all(chosen[name] for name in CHOICES[number]), chosen
 
 
+@pytest.mark.parametrize("runner", ["drjax", "jax"])
+def test_sums_by_segment_are_added_in_buckets(runner):
+    recipe = (("combined", 0, 3, ()), ("out_of_bounds", 0, 0, ()))
+    program = Program(recipe, n=5, runner=runner, seed=1)
+    with choices() as chosen:
+        check(program)
+    assert chosen["2 buckets"], chosen
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("program", WHOLE)
 def test_whole_programs_that_were_found(program):
