@@ -34,6 +34,8 @@ from drjax._primitives import registration
 read_groups_p = registration.new_primitive("read_groups", multiple_results=True)
 # The same in the code of a device, at the end: the call of the host.
 on_host_p = registration.new_primitive("read_groups_on_host", multiple_results=True)
+# At the end of a program that has read: `raise_unread`.
+raise_unread_p = registration.new_primitive("raise_unread")
 
 # `reader(low, high, slots, copies)` reads the groups from `low` to before `high`, the
 # leaves `[high - low, *s]`, for a device that has `slots` groups, and for others that
@@ -41,6 +43,42 @@ on_host_p = registration.new_primitive("read_groups_on_host", multiple_results=T
 Reader = Callable[[int, int, int, int], Sequence[np.ndarray]]
 READERS: dict[int, Reader] = {}
 _WIDE = {"float64", "int64", "uint64", "complex128"}
+
+
+def raise_unread(numbers: Sequence[Array], outs: Sequence[Array]) -> list[Array]:
+    """Return results, or raise an error if the data of a reader could not be read.
+
+    Of several devices, an error of one while they run would let others wait forever, so
+    that data that cannot be read are NaN until the end. `outs` are all results, and
+    global: no device waits for another one when the first one has them. `numbers` are
+    those of the readers; a number of no reader does nothing.
+    """
+    probes = [x.ravel()[0] for x in outs if x.size]
+
+    def check(*operands: Array) -> Array:
+        return raise_unread_p.bind(*operands, count=len(numbers))
+
+    # Each device raises: a later program, which takes the results, runs on none.
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.axis_names:
+        axes = {a for a in mesh.axis_names if a not in mesh.manual_axes}
+        spec = PartitionSpec()
+        check = jax.shard_map(
+            check, in_specs=spec, out_specs=spec, axis_names=axes, check_vma=False
+        )
+    done = check(*numbers, *probes) == 0
+    # Only what a result needs is run. Random keys and the like have no zeros.
+    used = [i for i, x in enumerate(outs) if jnp.issubdtype(x.dtype, np.number)][:1]
+    first = {i: jnp.where(done, outs[i], 0).astype(outs[i].dtype) for i in used}
+    return [first.get(i, x) for i, x in enumerate(outs)]
+
+
+def _raise_on_host(*operands: Any, count: int) -> np.ndarray:
+    for number in operands[:count]:
+        reader: Any = READERS.get(int(number))
+        if reader is not None:
+            reader.raise_error()
+    return np.zeros((), np.int32)
 
 
 def _types_of(
@@ -163,6 +201,20 @@ def _batch(
     return outs, [0] * len(outs)
 
 
+def _lower_raise(
+    ctx: LoweringRuleContext, *operands: Any, **params: Any
+) -> Sequence[Any]:
+    call = lambda *operands: (_raise_on_host(*operands, **params),)
+    return _compat.call_host(ctx, call, operands)
+
+
+raise_unread_p.def_impl(
+    lambda *args, **params: jnp.asarray(_raise_on_host(*args, **params))
+)
+raise_unread_p.def_abstract_eval(
+    lambda *_, **__: _compat.ShapedArray((), jnp.dtype("int32"))
+)
+_compat.register_lowering_rule(raise_unread_p, _lower_raise)
 on_host_p.def_impl(
     lambda *args, **params: [*map(jnp.asarray, _on_host(*args, **params))]
 )

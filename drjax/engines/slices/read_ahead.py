@@ -32,7 +32,7 @@ class ReadAhead:
 
     A group that cannot be read is NaN or zero, and so are all later ones: an error here
     would let other devices wait for this one forever. If `raises`, it is an error where
-    there is one device, and else logged.
+    there is one device, and else logged, for the end of the program (`raise_error`).
 
     Attributes:
       error: The error of a range that could not be read; None if there was none.
@@ -48,6 +48,7 @@ class ReadAhead:
         self._open: dict[int, Cursor] = {}  # by the next group of each
         self._copied: list[np.ndarray] | None = None
         self.error: Exception | None = None
+        self._failed: int | None = None  # the first group of that range
 
     def __call__(
         self, low: int, high: int, slots: int, copies: int
@@ -68,11 +69,13 @@ class ReadAhead:
                 raise self.error
             end = min(n, (low // slots + 1) * slots)
             leaves = self._chunk(low, high, end, copies).result()
+            if self._failed == low:  # it can be read again
+                self.error = self._failed = None
             if copied:
                 self._copied = [x[:1].copy() for x in leaves]
             return leaves
         except Exception as error:
-            self.error = error
+            self.error, self._failed = error, low
             if self._raises:
                 if slots >= n:
                     raise
@@ -94,6 +97,11 @@ class ReadAhead:
                     self._chunks[after] = read, copies
                     _drop_oldest(self._chunks)
             return chunk
+
+    def raise_error(self) -> None:
+        """Raise the error of a range that could not be read, if it `raises`."""
+        if self._raises and self.error is not None:
+            raise self.error
 
     def close(self) -> None:
         """End the thread, once it has read what it is reading."""
