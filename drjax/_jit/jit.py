@@ -134,8 +134,8 @@ def jit(
         device. Default: what the devices have left.
       checkpoints: `"sqrt"`: a gradient through a `lax.scan` over T rounds saves what it
         carries at about √T of them, and runs the rounds between two of these again, for
-        one more forward pass (revolve; sublinear memory): the divisor of T that takes
-        the fewest bytes. Default: it saves what each round carries.
+        one more forward pass (revolve; sublinear memory): at as many as take the fewest
+        bytes. Default: it saves what each round carries.
       out: What to write partitioned results to while the program runs, chunk by chunk,
         so that they are never in memory for all groups: a dict `{result: target}`, or
         the target of all that the function returns. A result is an index or key of

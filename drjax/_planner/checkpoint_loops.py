@@ -12,8 +12,10 @@ stacks, are loops over segments of c rounds:
 So T / c carried values are saved, and the stacks of c rounds at once, for one more
 forward pass, as by a `jax.checkpoint` around each segment of a nested scan (Griewank
 and Walther 2000, "Algorithm 799: revolve"; Chen, Xu, Zhang and Guestrin 2016, "Training
-deep nets with sublinear memory cost"). c is the divisor of T for which both take the
-fewest bytes together: about the square root of T where a round stacks what it carries.
+deep nets with sublinear memory cost"). c is the number of rounds for which both take
+the fewest bytes together: about the square root of T where a round stacks what it
+carries. If it does not divide T, the last T mod c rounds are first split off, as scans
+of their own (`_split`), whose stacks are saved: they are fewer than those of a segment.
 
 Soundness: F runs again from a value that it had, on the same constants and entries of
 stacks, so that it computes what it computed, up to the compiler's rounding. B takes all
@@ -21,12 +23,15 @@ that it compares from the second run. A scan with effects is not run twice.
 
 Invariants: what a scan takes step by step is taken block by block, without a copy.
 Communication of the forward rounds is repeated, as with a `jax.checkpoint`. Sharp
-edges: of a T that is prime, each round is a segment, if that saves bytes. A scan is
-rewritten if one scan reads its stacks backward: in a gradient of a gradient there may
-be more.
+edges: a scan is rewritten if one scan reads its stacks backward: in a gradient of a
+gradient there may be more. What scans take step by step is copied where it is split.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
 
 from drjax import _compat
 from drjax._compat.types import Eqn, Var
@@ -42,13 +47,20 @@ def checkpoint_rounds(kinds: Environment) -> InlinedJaxpr | None:
 
     None if there is no scan to rewrite.
     """
-    replaced: dict[int, tuple[Eqn, InlinedJaxpr]] = {}
-    for eqn in kinds.program.eqns:
+    program, pairs, taken = kinds.program, list[_Pair](), set[int]()
+    for eqn in program.eqns:
         if eqn.primitive.name == "scan" and kinds.is_loop(eqn) and not eqn.effects:
-            pair = _Pair(kinds.program, ScanEquation(kinds.program, eqn))
-            if pair.segment and replaced.keys().isdisjoint(map(id, pair.eqns)):
-                replaced |= pair.rewritten()
-    return replace_scans(kinds.program, replaced) if replaced else None
+            pair = _Pair(program, ScanEquation(program, eqn))
+            own = set(map(id, pair.eqns))
+            if pair.segment and taken.isdisjoint(own):
+                pairs.append(pair)
+                taken |= own
+    replaced: dict[int, tuple[Eqn, InlinedJaxpr]] = {}
+    for pair in pairs:
+        program, first = _split(program, pair)
+        first.segment = pair.segment
+        replaced |= first.rewritten()
+    return replace_scans(program, replaced) if replaced else None
 
 
 class _Pair:
@@ -84,7 +96,10 @@ class _Pair:
         self._eqns, self._needed = _needed_for(roots, forward)
         saved = bytes_of(forward.body_carry[i] for i in self._needed)
         stacked = bytes_of({stacks[y] for y in self._residuals})
-        self.segment = _rounds_of_segment(self.length, saved, stacked)
+        xs = [x for x in (*forward.xs, *self.backward.xs) if x not in stacks]
+        ys = [y for y in forward.ys if y not in self._residuals]
+        moved = bytes_of({*xs, *ys, *self.backward.ys})
+        self.segment = _rounds_of_segment(self.length, saved, stacked, moved)
 
     def _is_backward(self, eqn: Eqn) -> bool:
         forward, name = self.forward.eqn, eqn.primitive.name
@@ -203,16 +218,104 @@ class _Pair:
         ]
 
 
-def _rounds_of_segment(length: int, saved: float, stacked: float) -> int:
+def _rounds_of_segment(length: int, saved: float, stacked: float, moved: float) -> int:
     """Choose how many of `length` rounds a segment has; 0: no number saves bytes.
 
-    `saved` are the bytes of what a segment starts from, and `stacked` those of what the
-    backward scan reads of a round.
+    `saved` are the bytes of what a segment starts from, `stacked` those of what the
+    backward scan reads of a round, and `moved` those of what is copied if rounds remain
+    after the last segment.
     """
-    divisors = [c for c in range(1, length) if length % c == 0]
-    cost = lambda c: saved * (length // c) + stacked * c
-    best = min(divisors, key=cost, default=0)
+    cost = lambda c: saved * (length // c) + stacked * c + moved * (length % c > 0)
+    order = lambda c: (cost(c), length % c > 0)
+    best = min(range(1, length), key=order, default=0)
     return best if best and cost(best) < stacked * length else 0
+
+
+def _split(program: InlinedJaxpr, pair: _Pair) -> tuple[InlinedJaxpr, _Pair]:
+    """Split off the last rounds of a pair of scans, if its segments leave some.
+
+    The pair of the first rounds is returned, too.
+    """
+    rest = pair.length % pair.segment
+    if not rest:
+        return program, pair
+    assert pair.backward is not None
+    forward, backward = pair.forward, pair.backward
+    parts = pair.length - rest, rest
+    moves = _Moves(pair.length, parts, forward.eqn.params["reverse"])
+    known = dict(program.known_bodies)
+
+    def split(
+        scan: ScanEquation, order: Sequence[int], own: dict[Var, tuple[Var, Var]]
+    ) -> tuple[list[Eqn], list[tuple[Var, Var]]]:
+        """Run a scan as two; `own` has both parts of stacks that are split already."""
+        eqns, carry, stacks = list[Eqn](), scan.carry, {}
+        for x in dict.fromkeys(scan.xs):
+            stacks[x] = own.get(x) or moves.divided(x, eqns)
+        ys = [
+            tuple(_compat.new_var(_compat.stacked_aval(v.aval, n)) for n in parts)
+            for v in scan.body_ys
+        ]
+        for part in order:
+            last = part == order[-1]
+            ends = scan.eqn.outvars[: len(carry)] if last else _fresh(scan.body_carry)
+            xs = [stacks[x][part] for x in scan.xs]
+            outs = [*ends, *(y[part] for y in ys)]
+            eqn = _with(scan.eqn, [scan.consts, carry, xs], outs, parts[part])
+            known[eqn] = (scan.body,)
+            eqns.append(eqn)
+            carry = ends
+        return eqns, ys
+
+    first, ys = split(forward, (0, 1), {})
+    own = dict(zip(forward.ys, ys, strict=True))
+    second, cotangents = split(backward, (1, 0), own)
+    # Only what others read is joined; the rest is dead.
+    for eqns, joined in (
+        (first, own),
+        (second, dict(zip(backward.ys, cotangents, strict=True))),
+    ):
+        eqns += [moves.joined(y, both) for y, both in joined.items()]
+    new = {id(forward.eqn): first, id(backward.eqn): second}
+    eqns = [e for eqn in program.eqns for e in new.get(id(eqn), [eqn])]
+    live = live_equations(eqns, program.outvars)
+    result = InlinedJaxpr(program.invars, live, program.outvars, program.consts, known)
+    scan = next(e for e in first if e.primitive.name == "scan")
+    return result, _Pair(result, ScanEquation(result, scan))
+
+
+class _Moves:
+    """How stacks of rounds are divided into those of the first and last, and joined."""
+
+    def __init__(self, length: int, parts: tuple[int, int], reverse: bool):
+        first = parts[0]
+        self._reverse = reverse
+        self._bounds = [(0, first), (first, length)]
+        if reverse:
+            self._bounds = [(length - first, length), (0, length - first)]
+
+    def divided(self, x: Var, eqns: list[Eqn]) -> tuple[Var, Var]:
+        """Return both parts of a stack; what computes them is added to `eqns`."""
+        parts = [
+            _applied(lambda x, low=low, high=high: lax.slice_in_dim(x, low, high), [x])
+            for low, high in self._bounds
+        ]
+        eqns += parts
+        first, last = (eqn.outvars[0] for eqn in parts)
+        return first, last
+
+    def joined(self, y: Var, parts: tuple[Var, Var]) -> Eqn:
+        order = parts[::-1] if self._reverse else parts
+        eqn = _applied(lambda *xs: lax.concatenate(xs, 0), order)
+        return eqn.replace(outvars=[y])
+
+
+def _applied(fn: Callable[..., Any], operands: Sequence[Var]) -> Eqn:
+    """Return the one equation of a function of arrays, of these operands."""
+    types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
+    (eqn,) = jax.make_jaxpr(fn)(*types).jaxpr.eqns
+    outs = [_compat.new_var(v.aval) for v in eqn.outvars]
+    return eqn.replace(invars=[*operands], outvars=outs)
 
 
 def _needed_for(

@@ -229,8 +229,8 @@ class Program:
       step: Groups a step of drjax.jit.
       seed: That of its arguments.
       residuals: What drjax.jit saves.
-      checkpoints: Whether drjax.jit checkpoints scans, with segments of two rounds, or
-        of one.
+      checkpoints: Whether drjax.jit checkpoints scans, with segments of two rounds, of
+        which one may remain, or of one.
     """
 
     recipe: tuple

@@ -112,7 +112,18 @@ def segments_of_three(monkeypatch):
 
 
 @checkerboard(3, f=FUNCTIONS, k=[None, 1, 3], mesh=MESHES)
+def test_gradients_where_rounds_remain(f, k, mesh, monkeypatch):
+    """Of 12 rounds, two segments of 5, and 2 that are saved."""
+    monkeypatch.setattr(checkpoint_loops, "_rounds_of_segment", lambda *_: 5)
+    check_gradients(f, k, mesh, r"dense<2> : tensor<i")
+
+
+@checkerboard(3, f=FUNCTIONS, k=[None, 1, 3], mesh=MESHES)
 def test_gradients(f, k, mesh):
+    check_gradients(f, k, mesh, rf"dense<{T // 3}> : tensor<i")  # a loop over segments
+
+
+def check_gradients(f, k, mesh, loop):
     grad = jax.grad(f, (0, 1, 2, 3))
     with jax.enable_x64(True):
         args = [jnp.asarray(x, float) for x in ARGS]
@@ -121,7 +132,7 @@ def test_gradients(f, k, mesh):
             run = drjax.jit(grad, groups_per_step=k, checkpoints="sqrt")
             text = run.lower(*args).as_text()
             result = run(*args)
-    assert re.search(f"dense<{T // 3}> : tensor<i", text)  # a loop over segments
+    assert re.search(loop, text)
     for x, y in zip(result, want, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12)
 
@@ -167,16 +178,18 @@ def test_effects_run_once():
     np.testing.assert_allclose(result, jax.grad(f)(*args), rtol=1e-6)
 
 
-@pytest.mark.parametrize("saved, stacked, rounds", [
-    (1, 1, {8: 2, 12: 3, 16: 4, 64: 8, 36: 6}),  # the square root
-    (1, 16, {64: 2, 16: 1, 7: 1}),  # a round leaves more than it takes
-    (16, 1, {256: 64, 64: 0, 16: 0}),
-    (1, 1, {2: 0, 3: 0, 7: 0, 1: 0, 0: 0}),
+@pytest.mark.parametrize("saved, stacked, moved, rounds", [
+    (1, 1, 0, {8: 3, 12: 3, 16: 4, 64: 8, 36: 6, 61: 7}),  # the square root
+    (1, 1, 99, {8: 2, 12: 3, 16: 4, 64: 8, 36: 6, 61: 0, 257: 13}),
+    (1, 16, 0, {64: 2, 16: 1, 7: 1}),  # a round leaves more than it takes
+    (16, 1, 0, {256: 65, 64: 33, 16: 0}),
+    (16, 1, 999, {256: 64, 64: 0, 16: 0}),
+    (1, 1, 0, {2: 0, 3: 0, 7: 2, 1: 0, 0: 0}),
 ])  # fmt: skip
-def test_the_number_of_rounds(saved, stacked, rounds, monkeypatch):
+def test_the_number_of_rounds(saved, stacked, moved, rounds, monkeypatch):
     monkeypatch.undo()
     choose = checkpoint_loops._rounds_of_segment
-    assert {n: choose(n, saved, stacked) for n in rounds} == rounds
+    assert {n: choose(n, saved, stacked, moved) for n in rounds} == rounds
 
 
 def test_memory_grows_with_the_square_root(monkeypatch):
@@ -199,6 +212,8 @@ def test_memory_grows_with_the_square_root(monkeypatch):
         for how in ("sqrt", None)
     ]
     few, more, many = sizes[0]
+    of_a_prime = drjax.jit(grad(257), groups_per_step=1, checkpoints="sqrt")
+    assert temp_bytes(of_a_prime, *ARGS[:3]) < 1.01 * many
     assert many - more < 2.2 * (more - few)
     # On some versions no state is stacked without checkpoints, as a sum of gradients.
     assert many < 0.7 * sizes[1][2]
