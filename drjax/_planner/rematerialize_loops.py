@@ -323,7 +323,7 @@ _SHARE = 1 / 16
 def _spare(scan: ScanEquation) -> float:
     """Count the operations before a scan that each of its steps may do instead."""
     steps = scan.eqn.params["length"]
-    if steps == 1:  # nothing is done twice
+    if steps <= 1:  # nothing is done twice
         return math.inf
     return _SHARE * steps * sum(map(operations, scan.body.eqns)) / (steps - 1)
 
