@@ -9,6 +9,7 @@ any more.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +43,7 @@ def temporary_bytes(as_integers: bool) -> int:
         return jnp.sort(lax.bitcast_convert_type(y, jnp.int32) if as_integers else -y)
 
     x = jax.ShapeDtypeStruct((_NUMBERS,), jnp.float32)
-    compiled = jax.jit(sort_twice).lower(x).compile()
+    compiled: Any = jax.jit(sort_twice).lower(x).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 

@@ -73,10 +73,11 @@ class Written:
         of structure `tree`.
         """
         positions = self._positions(tree, fn)
-        sizes = {(*jaxpr.out_avals[i].shape, 0)[0] for i in positions}
+        avals: list[Any] = [jaxpr.out_avals[i] for i in positions]
+        sizes = {(*aval.shape, 0)[0] for aval in avals}
         partition = partition_of(jaxpr, sizes, fn)
         if partition is None:
-            types = ", ".join(jaxpr.out_avals[i].str_short() for i in positions)
+            types = ", ".join(aval.str_short() for aval in avals)
             raise DrjaxTypeError(
                 f"out= needs results of each group, [n, ...], of a partition that the "
                 f"function has, got {types}."

@@ -252,10 +252,8 @@ def _split(program: InlinedJaxpr, pair: _Pair) -> tuple[InlinedJaxpr, _Pair]:
         eqns, carry, stacks = list[Eqn](), scan.carry, {}
         for x in dict.fromkeys(scan.xs):
             stacks[x] = own.get(x) or moves.divided(x, eqns)
-        ys = [
-            tuple(_compat.new_var(_compat.stacked_aval(v.aval, n)) for n in parts)
-            for v in scan.body_ys
-        ]
+        part_of = lambda v, n: _compat.new_var(_compat.stacked_aval(v.aval, n))
+        ys = [(part_of(v, parts[0]), part_of(v, rest)) for v in scan.body_ys]
         for part in order:
             last = part == order[-1]
             ends = scan.eqn.outvars[: len(carry)] if last else _fresh(scan.body_carry)
@@ -314,8 +312,9 @@ def _applied(fn: Callable[..., Any], operands: Sequence[Var]) -> Eqn:
     """Return the one equation of a function of arrays, of these operands."""
     types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
     (eqn,) = jax.make_jaxpr(fn)(*types).jaxpr.eqns
-    outs = [_compat.new_var(v.aval) for v in eqn.outvars]
-    return eqn.replace(invars=[*operands], outvars=outs)
+    outs: list[Any] = [_compat.new_var(v.aval) for v in eqn.outvars]
+    ins: list[Any] = [*operands]
+    return eqn.replace(invars=ins, outvars=outs)
 
 
 def _needed_for(

@@ -125,7 +125,7 @@ def test_files_keys_and_every_dtype(tmp_path):
 
 def test_calls_in_threads_write_to_their_own_files_and_compile_once():
     program, files = make_program(), [targets() for _ in range(4)]
-    runs = [drjax.jit(program, groups_per_step=2, out={1: f}) for f in files]
+    runs: list[Any] = [drjax.jit(program, groups_per_step=2, out={1: f}) for f in files]
     threads = [
         threading.Thread(target=run, args=(jnp.float32(i), Groups(data_of())))
         for i, run in enumerate(runs)
@@ -146,8 +146,9 @@ def test_methods_lowering_and_pickles():
             return drjax.map_fn(lambda x: 2 * x, x)
 
     x, out = np.stack(data_of()), np.zeros((N, 3), np.float32)
-    Model.run = drjax.jit(Model.step, out=out, static_argnums=0)
-    assert Model().run(x) is out
+    model: Any = Model
+    model.run = drjax.jit(Model.step, out=out, static_argnums=0)
+    assert model().run(x) is out
     assert_close(out, 2 * x)
     written = drjax.jit(module_program, out=np.zeros_like(x))
     copy = cloudpickle.loads(cloudpickle.dumps(written))

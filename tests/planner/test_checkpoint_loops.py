@@ -213,7 +213,8 @@ def test_memory_grows_with_the_square_root(monkeypatch):
     ]
     few, more, many = sizes[0]
     of_a_prime = drjax.jit(grad(257), groups_per_step=1, checkpoints="sqrt")
-    assert temp_bytes(of_a_prime, *ARGS[:3]) < 1.01 * many
+    # On some versions the last round has memory of its own.
+    assert temp_bytes(of_a_prime, *ARGS[:3]) < many + 4 * S.nbytes
     assert many - more < 2.2 * (more - few)
     # On some versions no state is stacked without checkpoints, as a sum of gradients.
     assert many < 0.7 * sizes[1][2]
