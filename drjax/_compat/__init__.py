@@ -9,6 +9,7 @@
     propagation       how the compiler propagates shardings
     error_texts       what errors are about that have no class of their own
     symbolic_size     a number of groups that is not known
+    write_jaxpr       jaxprs of equations that exist, without tracing
     checkify_rules    what `jax.experimental.checkify` keeps for itself
 
 Only this folder imports `jax._src`. Supported: JAX 0.10.2 to 0.12.0.1. What changed
@@ -58,7 +59,6 @@ from drjax._compat.jaxprs import is_rematerialized as is_rematerialized
 from drjax._compat.jaxprs import jaxpr_as_checked_fun as jaxpr_as_checked_fun
 from drjax._compat.jaxprs import jaxpr_as_fun as jaxpr_as_fun
 from drjax._compat.jaxprs import jaxpr_consts as jaxpr_consts
-from drjax._compat.jaxprs import jaxpr_of_equations as jaxpr_of_equations
 from drjax._compat.jaxprs import jaxprs_in as jaxprs_in
 from drjax._compat.jaxprs import jvp_jaxpr as jvp_jaxpr
 from drjax._compat.jaxprs import linearize_jaxpr as linearize_jaxpr
@@ -122,3 +122,7 @@ from drjax._compat.trace_context import under_trace as under_trace
 from drjax._compat.trace_context import varying as varying
 from drjax._compat.trace_context import without_mesh as without_mesh
 from drjax._compat.trace_context import without_vma as without_vma
+from drjax._compat.write_jaxpr import NotWritten as NotWritten
+from drjax._compat.write_jaxpr import Writer as Writer
+from drjax._compat.write_jaxpr import jaxpr_of_equations as jaxpr_of_equations
+from drjax._compat.write_jaxpr import literal_of as literal_of

@@ -8,13 +8,12 @@ open to `open_jaxpr`, and has constants if `jaxpr_consts` says so.
 import contextlib
 import dataclasses
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax._src import api_util, config, core, dtypes, effects, source_info_util
+from jax._src import api_util, config, core, effects, source_info_util
 from jax._src import linear_util as lu
 from jax._src.interpreters import ad, batching
 from jax._src.interpreters import partial_eval as pe
@@ -288,7 +287,8 @@ def effects_but_axes(jaxpr: ClosedJaxpr | OpenJaxpr) -> frozenset[effects.Effect
 
 def has_ordered_effects(eqn: Eqn) -> bool:
     """Whether an equation has effects that run in the order of the program."""
-    return any(map(effects.ordered_effects.contains, eqn.effects))
+    known = effects.ordered_effects
+    return bool(eqn.effects) and any(map(known.contains, eqn.effects))
 
 
 def new_eqn(
@@ -405,12 +405,28 @@ def _staged_pointwise(
     params: Params,
 ) -> list[Array] | None:
     """Stage a pointwise equation of one result, as `_staged_again` does."""
+    avals = [x.aval if isinstance(x, pe.DynamicJaxprTracer) else None for x in operands]
+    known = pointwise_result(eqn, avals, shape, is_plain)
+    if known is None:
+        return None
+    return _staged_again(trace, eqn, operands, params, [known])
+
+
+def pointwise_result(
+    eqn: Eqn,
+    avals: Sequence[Any],
+    shape: tuple[int, ...],
+    is_plain: Callable[[Aval], bool],
+) -> Aval | None:
+    """Return the type of the result of a pointwise equation for other operands.
+
+    `avals` has a None for those that stay. None if JAX has to say it.
+    """
     out: Any = eqn.outvars[0].aval
     known: Any = None
-    for x, v in zip(operands, eqn.invars, strict=True):
-        if isinstance(x, pe.DynamicJaxprTracer):
-            aval: Any = x.aval
-            if not _is_plain(aval) or aval.dtype != v.aval.dtype:
+    for aval, v in zip(avals, eqn.invars, strict=True):
+        if aval is not None:
+            if not is_plain(aval) or aval.dtype != v.aval.dtype:
                 return None
             if aval.shape == shape:
                 known = aval
@@ -418,9 +434,7 @@ def _staged_pointwise(
                 return None
     if known is None or out.weak_type:
         return None
-    if known.dtype != out.dtype:
-        known = ShapedArray(shape, out.dtype)
-    return _staged_again(trace, eqn, operands, params, [known])
+    return known if known.dtype == out.dtype else ShapedArray(shape, out.dtype)
 
 
 def _batched_again(
@@ -454,7 +468,7 @@ def _batched_again(
     return outs and [batching.BatchTracer(trace, outs[0], 0, eqn.source_info)]
 
 
-def _is_plain(aval: Any) -> bool:
+def is_plain(aval: Any) -> bool:
     """Whether a type says no more than a shape and a dtype."""
     return type(aval) is ShapedArray and not aval.weak_type and aval.sharding.mesh.empty
 
@@ -463,9 +477,11 @@ def _is_plain(aval: Any) -> bool:
 _RULES_OF_STAGING = (pe.custom_staging_rules, pe.forwarding_rules, pe.const_fold_rules)
 
 
-def _has_rule_of_staging(primitive: core.Primitive) -> bool:
+def has_rule_of_staging(primitive: core.Primitive) -> bool:
+    """Whether JAX may stage something else than an equation of this primitive."""
     # Primitives of the planner, and calls, bind others or trace.
     own = type(primitive).bind is not core.Primitive.bind
+    own = own or type(primitive).is_high is not core.Primitive.is_high
     return own or any(primitive in rules for rules in _RULES_OF_STAGING)
 
 
@@ -487,7 +503,7 @@ def _staged_again(
         eqn.effects
         or config.eager_constant_folding.value
         or eqn.ctx is not core.current_jaxpr_eqn_context()
-        or _has_rule_of_staging(primitive)
+        or has_rule_of_staging(primitive)
         or primitive.is_high(*(v.aval for v in eqn.invars), **eqn.params)
     ):
         return None
@@ -512,60 +528,6 @@ def _staged_again(
     return outs
 
 
-def jaxpr_of_equations(
-    eqns: Sequence[Eqn],
-    invars: Sequence[Var],
-    outvars: Sequence[Atom],
-    consts: Mapping[Var, Any],
-) -> ClosedJaxpr | None:
-    """Make a closed jaxpr of equations as they are, without tracing them again.
-
-    `consts` are the values of variables that the equations do not define, scalars. None
-    if the equations have to be traced: types say more than a shape and a dtype, the
-    context is not the one that traces, or JAX stages a primitive by a rule.
-    """
-    ctx = core.current_jaxpr_eqn_context()
-    if not all(_is_plain(v.aval) for v in invars):
-        return None
-    new = []
-    literals: dict[Any, Any] = {}
-    for eqn in eqns:
-        if (
-            eqn.ctx is not ctx
-            or _has_rule_of_staging(eqn.primitive)
-            or not all(_is_plain(v.aval) for v in eqn.outvars)
-        ):
-            return None
-        used = [v for v in eqn.invars if type(v) is not core.Literal and v in consts]
-        for v in used:
-            if v not in literals:
-                literal = _literal(consts[v])
-                if literal is None:
-                    return None
-                literals[v] = literal
-        if used:
-            ins = [
-                v if type(v) is core.Literal else literals.get(v, v) for v in eqn.invars
-            ]
-            eqn = eqn.replace(invars=ins)
-        new.append(eqn)
-    if any(v in consts for v in outvars):
-        return None
-    effects = pe.make_jaxpr_effects((), invars, outvars, new)
-    info: Any = core.DebugInfo("stage", "", None, None)
-    results: Any = list(outvars)
-    raw = core.Jaxpr((), list(invars), results, new, effects, info)
-    return closed(raw)
-
-
-def _literal(x: Any) -> core.Literal | None:
-    """Make a literal of a scalar, as tracing does; None if it would be a constant."""
-    if isinstance(x, core.Tracer) or np.ndim(x):
-        return None
-    x = dtypes.canonicalize_value(x)
-    return core.Literal(x, core.typeof(x)) if core.is_literalable(x) else None
-
-
 # As JAX names what a `jax.checkpoint` rematerializes, in profiles and compiled code.
 _REMATERIALIZED = "rematted_computation"
 
@@ -586,7 +548,8 @@ def as_rematerialized(eqn: Eqn) -> Eqn:
 
 def is_rematerialized(eqn: Eqn) -> bool:
     """Whether an equation is named as rematerialized, or was traced so."""
-    return _REMATERIALIZED in str(eqn.source_info.name_stack)
+    names = eqn.source_info.name_stack
+    return bool(names.stack) and _REMATERIALIZED in str(names)
 
 
 def select_outputs(

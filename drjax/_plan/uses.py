@@ -6,8 +6,9 @@ position `len(plan.steps)`. Bodies are plans with values of their own: of a loop
 its inputs and outputs count.
 """
 
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Set
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from drjax._plan.steps import Exchange, Stage
 from drjax._plan.value import Value
@@ -48,19 +49,21 @@ def replaced(plan: "Plan", lasting: Set[str]) -> list[dict[str, str]]:
     """
     slices, result = kept(plan), list[dict[str, str]]()
     of_caller = {v.name for v in plan.inputs}
-    for step, names in zip(plan.steps, read_last(plan), strict=True):
+    for step, read in zip(plan.steps, read_last(plan), strict=True):
         if not isinstance(step, Stage) or not step.local:
             continue
-        free = [v for v in step.inputs if v.partitioned and v.name in names]
-        free = [v for v in free if v.name not in lasting]
-        free.sort(key=lambda v: v.name in of_caller)
-        pairs: dict[str, str] = {}
-        for out in step.outputs:
-            fits = (v for v in free if (v.shape, v.dtype) == (out.shape, out.dtype))
-            if out.name in slices and (value := next(fits, None)):
-                pairs[out.name] = value.name
-                free.remove(value)
-        result.append(pairs)
+        names = {*read} - lasting
+        free: dict[Any, deque[str]] = defaultdict(deque)
+        inputs = (v for v in step.inputs if v.partitioned and v.name in names)
+        for v in sorted(inputs, key=lambda v: v.name in of_caller):
+            free[v.shape, v.dtype].append(v.name)
+        result.append(
+            {
+                v.name: free[v.shape, v.dtype].popleft()
+                for v in step.outputs
+                if v.name in slices and free[v.shape, v.dtype]
+            }
+        )
     return result
 
 

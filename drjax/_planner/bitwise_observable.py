@@ -105,6 +105,8 @@ def bitwise_observable(program: InlinedJaxpr) -> frozenset[Var]:
             for operand in _observable_operands(program, eqn):
                 aliases = _aliases(definition, operand, True)
                 observable |= {var for var, _ in aliases}
+    if not observable:
+        return frozenset()
     roots = _exact(program.eqns, program.invars, observable)
     moved: set[Any] = {e.invars[0] for e in program.eqns if e.primitive in _COPIES}
     again = {v for v, of in roots.items() if v not in of and _fits(of, v)} - moved

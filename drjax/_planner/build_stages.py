@@ -197,11 +197,12 @@ def _exchanges(
     index: int,
 ) -> Iterator[Exchange]:
     """Build the exchanges after the local stage of a round."""
+    forwarded = {*parts.forwarded}
     for eqn, rule in rounds.exchanges_of(index):
         slices = rule.slices(eqn, kinds.partition)
         # Backends combine outputs of the round's own stage, partly while it runs; hence
         # slices of earlier rounds pass through it.
-        through = parts.forwarded if rule.passes_through else ()
+        through = forwarded if rule.passes_through else ()
         sources = [
             values.forwarded(v, index) if v in through else values.outgoing(v, 0)
             for v in slices

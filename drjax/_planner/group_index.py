@@ -44,7 +44,7 @@ def evaluate_for_group(
     a loop, a branch or a call raises a `PlanError`.
     """
     # Without the index the jaxpr is called as it is, with its calls and their caches.
-    if not _uses_group_index(jaxpr, partition):
+    if not uses_group_index(jaxpr, partition):
         return _compat.jaxpr_as_fun(_compat.closed(jaxpr))(*args)
 
     def run(inner: ClosedJaxpr | OpenJaxpr) -> Callable[..., list[Array]]:
@@ -54,7 +54,7 @@ def evaluate_for_group(
         if _is_group_index(eqn, partition):
             return [group]
         if _is_inner_scope(eqn, partition) or not any(
-            _uses_group_index(j, partition) for j in _compat.jaxprs_in(eqn.params)
+            uses_group_index(j, partition) for j in _compat.jaxprs_in(eqn.params)
         ):
             return None
         # The index is bound inside of this equation, so it must be rebuilt.
@@ -86,7 +86,7 @@ def _is_group_index(eqn: Eqn, partition: Partition | None) -> bool:
     )
 
 
-def _uses_group_index(
+def uses_group_index(
     jaxpr: ClosedJaxpr | OpenJaxpr, partition: Partition | None
 ) -> bool:
     """Whether a per-group jaxpr has the `partition_index` of `partition` at any depth.

@@ -22,6 +22,7 @@ from drjax._compat.types import ClosedJaxpr, Eqn, PyTree, PyTreeDef
 from drjax._context import planned
 from drjax._error_texts import called_in_two_steps, misplaced
 from drjax._errors import DrjaxError, DrjaxTypeError, PlanError
+from drjax._jaxprs.elementwise import ELEMENTWISE
 from drjax._jaxprs.provenance import source_line
 from drjax._partition import Partition
 from drjax._planner.build_stages import PlanSignature, build_plan
@@ -367,6 +368,9 @@ def find_partitions(program: InlinedJaxpr) -> list[Partition]:
                 partitions.setdefault(operand, eqn)
             else:
                 resizing.setdefault((operand, result), eqn)
+        # Most equations: these have arrays, no mesh, and no jaxprs.
+        if eqn.primitive.name in ELEMENTWISE:
+            continue
         # A mutable array is shared by reference; stages run in different processes.
         if any(hasattr(v.aval, "inner_aval") for v in (*eqn.invars, *eqn.outvars)):
             raise PlanError(

@@ -170,7 +170,7 @@ class LocalWork:
         They are in the order of the program.
         """
         eqns = [e for e in self._rounds.local.get(index, ()) if _is_work(e)]
-        if not self._rematerialize:
+        if not self._rematerialize or index == 0:
             return eqns
         leaving = filter(self._may_rematerialize, self._leaving_slices[index])
         stack = eqns + [self._values.definition[v] for v in leaving]
@@ -180,7 +180,9 @@ class LocalWork:
             for operand in self._values.operands(stack.pop()):
                 if not isinstance(operand, SliceOperand):
                     continue
-                if self._may_rematerialize(operand.var):
+                # What the round computes itself is in its work already.
+                earlier = self._rounds.round_of(operand.var) < index
+                if earlier and self._may_rematerialize(operand.var):
                     eqn = self._values.definition[operand.var]
                     if id(eqn) not in work:
                         work[id(eqn)] = eqn
@@ -298,6 +300,8 @@ class LocalWork:
 
         That are operands of its equations, and what leaves the groups after it.
         """
+        if index == 0:
+            return
         eqns = filter(_is_work, self._rounds.local.get(index, ()))
         operands = (x for e in eqns for x in self._values.operands(e))
         read = dict.fromkeys(x.var for x in operands if isinstance(x, SliceOperand))

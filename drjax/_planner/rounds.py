@@ -69,7 +69,8 @@ class RoundAssignment:
         in_server = in_groups = 0
         for eqn in kinds.program.eqns:
             index = max(map(self.round_of, eqn.invars), default=0)
-            local = any(kinds[v].partitioned for v in eqn.outvars or eqn.invars)
+            axes = kinds.group_axes(eqn.outvars or eqn.invars)
+            local = axes.count(None) < len(axes)
             for v in eqn.params.get("after", ()) if eqn.primitive is fence_p else ():
                 index = max(index, self.round_of(v) + (v in of_groups and not local))
             ordered = _compat.has_ordered_effects(eqn)

@@ -24,6 +24,7 @@ from drjax._jaxprs.walk import definitions
 from drjax._partition import Partition
 from drjax._planner.naming import Names
 from drjax._planner.partitioning.environment import Environment
+from drjax._planner.unbatching.core import UnbatchedEquation
 from drjax.plan import Value
 
 
@@ -178,6 +179,8 @@ class StageValues:
                 self.names.rename(var, name)
         self._values: dict[Any, Value] = {}
         self._operands: dict[Any, list[Operand]] = {}
+        self._unbatched: dict[Any, UnbatchedEquation] = {}
+        self._slices: dict[Any, SliceOperand] = {}
 
     def value(self, var: Var) -> Value:
         """Return the `Value` (name, shape, dtype) that stages exchange for a variable.
@@ -262,6 +265,9 @@ class StageValues:
         """
         if isinstance(atom, Literal):
             return ConstantOperand(atom.val)
+        known = self._slices.get(atom)
+        if known is not None:
+            return known
         eqn = self.definition.get(atom)
         # Communication down is an input of each stage, not a value that groups store.
         down = eqn is not None and eqn.primitive in _DOWN
@@ -273,7 +279,7 @@ class StageValues:
             if eqn.primitive is primitives.partition_index_p:
                 return GroupIndexOperand()
         if self.kinds[atom].partitioned:
-            return SliceOperand(atom)
+            return self._slices.setdefault(atom, SliceOperand(atom))
         if eqn is not None and eqn.primitive.name == "broadcast_in_dim":
             if axis not in eqn.params["broadcast_dimensions"] and len(eqn.invars) == 1:
                 return ExpandedOperand(eqn, axis, self.whole_of(eqn.invars[0]))
@@ -309,19 +315,26 @@ class StageValues:
         modify it.
         """
         # Several rounds ask for the same equation when they rematerialize it.
-        if eqn not in self._operands:
-            self._operands[eqn] = self._compute_operands(eqn)
-        return self._operands[eqn]
+        operands = self._operands.get(eqn)
+        if operands is None:
+            operands = self._operands[eqn] = self._compute_operands(eqn)
+        return operands
 
     def _compute_operands(self, eqn: Eqn) -> list[Operand]:
         if eqn.primitive is primitives.map_fn_p:
             return [self.slice_of(atom, 0) for atom in eqn.invars]
-        unbatched = self.kinds.unbatched(eqn)
-        assert unbatched is not None
         return [
             self.whole_of(atom) if axis is None else self.slice_of(atom, axis)
-            for atom, axis in zip(eqn.invars, unbatched.in_axes, strict=True)
+            for atom, axis in zip(eqn.invars, self.unbatched(eqn).in_axes, strict=True)
         ]
+
+    def unbatched(self, eqn: Eqn) -> UnbatchedEquation:
+        """Return the equation of one group of one that a local stage computes."""
+        unbatched = self._unbatched.get(eqn)
+        if unbatched is None:
+            unbatched = self._unbatched[eqn] = self.kinds.unbatched(eqn)
+            assert unbatched is not None
+        return unbatched
 
 
 def new_value(

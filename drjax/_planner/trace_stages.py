@@ -9,7 +9,7 @@ of a local stage are fenced, as XLA could compute them twice by itself.
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, assert_never
+from typing import Any, TypeVar, assert_never
 
 import jax
 import numpy as np
@@ -35,8 +35,12 @@ from drjax._planner.stage_values import (
     SliceOperand,
     StageValues,
 )
+from drjax._planner.unbatching.core import drop
 from drjax._primitives.map_columns import evaluate_columns
 from drjax.plan import Stage, Value
+
+T = TypeVar("T")
+_NO_CONTEXT = contextlib.nullcontext()
 
 
 def trace_server_stage(
@@ -68,10 +72,13 @@ def trace_server_stage(
 
     ins, outs = [*map(values.value, inputs)], [*map(values.value, results)]
     # As they are: most programs spend their planning on equations of the server.
-    jaxpr = _compat.jaxpr_of_equations(eqns, inputs, results, consts)
-    if jaxpr is not None and all(e.primitive is not columns_p for e in eqns):
-        return _stage("server", ins, outs, jaxpr)
-    return _trace("server", ins, outs, run)
+    try:
+        if any(e.primitive is columns_p for e in eqns):
+            raise _compat.NotWritten
+        jaxpr = _compat.jaxpr_of_equations(eqns, inputs, results, consts)
+    except _compat.NotWritten:
+        return _trace("server", ins, outs, run)
+    return _stage("server", ins, outs, jaxpr)
 
 
 def trace_local_stage(
@@ -98,13 +105,19 @@ def trace_local_stage(
         if e.primitive is primitives.map_fn_p
     )
 
-    def run(group: Array, *args: Array) -> list[Array]:
-        return _run_group(parts, kinds, values, group, args)
-
     partition = kinds.partition
     assert partition is not None
+
+    def run(group: Array, *args: Array) -> list[Array]:
+        traced = _Traced(partition, values, group)
+        return _run_group(parts, values, group, args, traced)
+
     name = " + ".join(names) or "slices"
-    return _trace(name, inputs, outputs, run, over=(partition,))
+    try:
+        jaxpr = _write_group(parts, partition, values, inputs)
+    except _compat.NotWritten:
+        return _trace(name, inputs, outputs, run, over=(partition,))
+    return _stage(name, inputs, outputs, jaxpr, over=(partition,))
 
 
 def trace_combine_stage(
@@ -133,33 +146,61 @@ def trace_combine_stage(
     return _trace(name, inputs, outputs, run)
 
 
+def _write_group(
+    parts: LocalStageParts,
+    partition: Partition,
+    values: StageValues,
+    inputs: Sequence[Value],
+) -> ClosedJaxpr:
+    """Write the jaxpr of a local stage; `NotWritten` if it has to be traced."""
+    if parts.fenced or any(e.primitive is fence_p for e in parts.equations):
+        raise _compat.NotWritten
+    index = (), np.dtype(np.int32)
+    writer = _compat.Writer([index, *((v.shape, v.dtype) for v in inputs)])
+    group, *args = writer.args
+    written = _Written(partition, values, writer)
+    return writer.closed(_run_group(parts, values, group, args, written))
+
+
 def _run_group(
     parts: LocalStageParts,
-    kinds: Environment,
     values: StageValues,
-    group: Array,
-    args: Sequence[Array],
-) -> list[Array]:
-    """Evaluate a local stage for one group, from its inputs to its outputs."""
+    group: T,
+    args: Sequence[T],
+    by: "_Traced | _Written",
+) -> list[T]:
+    """Evaluate a local stage for one group, from its inputs to its outputs.
+
+    It is traced, for arrays, or written, for variables.
+    """
     inputs = [*parts.broadcast, *parts.scatter, *parts.slices]
-    # By equality of operands: several equations read the same input.
-    env: dict[Operand, Any] = dict(zip(inputs, args, strict=True))
+    # By equality of operands: several equations read the same input. Of slices, of
+    # which there are many, by the variable.
+    env: dict[Any, Any] = {
+        x.var if isinstance(x, SliceOperand) else x: arg
+        for x, arg in zip(inputs, args, strict=True)
+    }
 
     def read(operand: Operand) -> Any:
         match operand:
+            case SliceOperand():
+                return env[operand.var]
+            case BroadcastOperand() | ScatteredOperand():
+                return env[operand]
             case ConstantOperand():
-                return operand.value
+                return by.constant(operand.value)
             case GroupIndexOperand():
                 return group
             case ExpandedOperand():
-                return operand.expand(read(operand.operand))
-            case BroadcastOperand() | ScatteredOperand() | SliceOperand():
-                return env[operand]
+                return by.expanded(operand, read(operand.operand))
             case _:
                 assert_never(operand)
 
     for eqn in parts.equations:
-        operands = list(map(read, values.operands(eqn)))
+        operands = [
+            by.literal(v) if type(v) is Literal else read(x)
+            for v, x in zip(eqn.invars, values.operands(eqn), strict=True)
+        ]
         again = id(eqn) in parts.rematerialized or _compat.is_rematerialized(eqn)
         if eqn.primitive is fence_p:
             # Copies that the stage takes anyway, so that nothing more is sent.
@@ -167,37 +208,79 @@ def _run_group(
             operands += [env[copy] for copy in copies if copy in env]
             outs = fence_p.bind(*operands)[: len(eqn.outvars)]
         else:
-            with _compat.rematerializing() if again else contextlib.nullcontext():
-                outs = _bind_for_group(eqn, kinds, group, operands)
+            with _compat.rematerializing() if again else _NO_CONTEXT:
+                outs = by.work(eqn, operands)
         for var, out in zip(eqn.outvars, outs, strict=True):
             # An observable result of a rematerialized equation is an input of this
             # stage, and must not be replaced by its second value.
             if var in parts.computed:
-                env[SliceOperand(var)] = _fence(out) if var in parts.fenced else out
+                env[var] = _fence(out) if var in parts.fenced else out
     return [
-        *(env[SliceOperand(v)] for v in parts.saved),
+        *(env[v] for v in parts.saved),
         *(read(values.slice_of(*x)) for x in parts.outgoing),
-        *(env[SliceOperand(v)] for v in parts.forwarded),
+        *(env[v] for v in parts.forwarded),
     ]
 
 
-def _bind_for_group(
-    eqn: Eqn, kinds: Environment, group: Array, operands: list[Array]
-) -> list[Array]:
-    """Bind an equation on partitioned values for one group, and return its slices.
+class _Traced:
+    """The work of one group on arrays."""
 
-    It is a `map_fn` over the plan's partition, or one that can be unbatched: then an
-    operand is whole if its entry in `kinds.unbatched(eqn).in_axes` is None.
-    """
-    if eqn.primitive is primitives.map_fn_p:
-        # Evaluated, not bound: a stage has no building block of its plan's partition.
-        with jax.named_scope(_compat.scope_of(eqn.primitive, eqn.params)):
-            return group_index.evaluate_for_group(
-                eqn.params["jaxpr"], group, kinds.partition, *operands
-            )
-    unbatched = kinds.unbatched(eqn)
-    assert unbatched is not None
-    return unbatched.run(eqn, operands)
+    def __init__(self, partition: Partition, values: StageValues, group: Array) -> None:
+        self._partition, self._values, self._group = partition, values, group
+
+    def literal(self, x: Literal) -> Any:
+        return x.val
+
+    def constant(self, x: Any) -> Any:
+        return x
+
+    def expanded(self, operand: ExpandedOperand, copy: Array) -> Array:
+        return operand.expand(copy)
+
+    def work(self, eqn: Eqn, operands: list[Array]) -> list[Array]:
+        """Bind an equation on partitioned values for one group; return its slices.
+
+        It is a `map_fn` over the plan's partition, or one that can be unbatched: then
+        an operand is whole if its entry in `in_axes` is None.
+        """
+        if eqn.primitive is primitives.map_fn_p:
+            # Evaluated, not bound: a stage has no block of its plan's partition.
+            with jax.named_scope(_compat.scope_of(eqn.primitive, eqn.params)):
+                return group_index.evaluate_for_group(
+                    eqn.params["jaxpr"], self._group, self._partition, *operands
+                )
+        return self._values.unbatched(eqn).run(eqn, operands)
+
+
+class _Written:
+    """The work of one group on the variables of a jaxpr that is written."""
+
+    def __init__(
+        self, partition: Partition, values: StageValues, writer: _compat.Writer
+    ) -> None:
+        self._partition, self._values, self._writer = partition, values, writer
+
+    def literal(self, x: Literal) -> Atom:
+        return x
+
+    def constant(self, x: Any) -> Atom:
+        return _compat.literal_of(x)
+
+    def expanded(self, operand: ExpandedOperand, copy: Atom) -> Atom:
+        raise _compat.NotWritten
+
+    def work(self, eqn: Eqn, operands: list[Atom]) -> list[Atom]:
+        writer = self._writer
+        if eqn.primitive is primitives.map_fn_p:
+            if group_index.uses_group_index(eqn.params["jaxpr"], self._partition):
+                raise _compat.NotWritten
+            with jax.named_scope(_compat.scope_of(eqn.primitive, eqn.params)):
+                return writer.jaxpr(eqn.params["jaxpr"], operands)
+        unbatched = self._values.unbatched(eqn)
+        if not unbatched.pointwise:
+            raise _compat.NotWritten
+        shape = drop(unbatched.out_axes[0], eqn.outvars[0].aval.shape)
+        return writer.pointwise(eqn, operands, shape, unbatched.params)
 
 
 def _fence(x: object) -> Any:

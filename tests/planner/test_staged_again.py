@@ -1,6 +1,6 @@
 """Equations that a pass did not change are staged as they are, not bound again.
 
-Covers: drjax._planner.trace_stages, drjax._compat.jaxprs.
+Covers: drjax._planner.trace_stages, drjax._compat.jaxprs, drjax._compat.write_jaxpr.
 """
 
 import jax
@@ -11,7 +11,8 @@ from jax import lax
 
 import drjax
 from benchmarks.long_programs import LONG_PROGRAMS
-from drjax._compat import jaxprs
+from drjax._compat import jaxprs, write_jaxpr
+from drjax._planner import trace_stages
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
 COUNT = 200
@@ -57,6 +58,44 @@ def mixed(x, w):
     server = jnp.sin(w).sum() * jnp.float32(2) + 3
     server = jnp.where(server > 1, server, jnp.int32(4)) ** 2
     return drjax.reduce_mean(z) + server, z, drjax.reduce_max(drjax.map_fn(abs, z))
+
+
+def descends(x, w):
+    """Rounds of which the derivative has maps, pointwise work and broadcasts."""
+    for _ in range(2):
+        step = lambda w, x: w - 0.1 * jnp.tanh(w * x) / 3
+        copies = drjax.map_fn(step, (drjax.broadcast(w), x))
+        w = drjax.reduce_mean(copies + 0 * drjax.partition_index()[:, None])
+    return jnp.sum(w)
+
+
+@pytest.mark.parametrize("fn", [mixed, descends, jax.grad(descends)])
+def test_written_stages_are_those_that_are_traced(fn, monkeypatch):
+    program = drjax.program(clients=4)(fn)
+    args = jnp.linspace(0, 1, 4), jnp.arange(3.0) + 1
+    stages = lambda: [
+        (stage.name, str(stage.jaxpr))
+        for _, stage in drjax.make_plan(program)(*args).stages()
+    ]
+    written = stages()
+
+    def refuse(*_):
+        raise write_jaxpr.NotWritten
+
+    monkeypatch.setattr(write_jaxpr.Writer, "__init__", refuse)
+    monkeypatch.setattr(trace_stages._compat, "jaxpr_of_equations", refuse)
+    assert written == stages()
+
+
+def test_most_stages_are_written(monkeypatch):
+    traced = []
+    monkeypatch.setattr(
+        trace_stages, "_trace", lambda name, *_, **__: traced.append(name)
+    )
+    for make in LONG_PROGRAMS.values():
+        program, types = make(COUNT)
+        drjax.make_plan(program)(*types)
+    assert not traced
 
 
 @pytest.mark.parametrize("step", [None, 1, 3])

@@ -26,16 +26,13 @@ def contradictions(env: Environment, eqn: Eqn) -> list[Atom]:
     equation mixes the slices of different groups, all of its partitioned operands and
     results are listed.
     """
+    # The usual case, without its rule.
+    if env.common_kind(eqn) is not None:
+        return []
     atoms = [*eqn.invars, *eqn.outvars]
     actual = [env.cell(atom) for atom in atoms]
-    axes = {kind.axis for kind in actual} - {None}
-    if not axes:
+    if not any(kind.partitioned for kind in actual):
         return []
-    operands = actual[: len(eqn.invars)]
-    if env.is_pointwise(eqn) and len(axes) == 1:
-        # The usual case, without its rule: all that is partitioned is along one axis.
-        if any(kind.partitioned for kind in operands):
-            return []
     kinds = rule_of(env, eqn).kinds(env, eqn)
     if kinds is None:
         # If demands of uses made the results partitioned, inference forces them to be
@@ -66,6 +63,8 @@ def check_equation(env: Environment, eqn: Eqn) -> None:
 
     The bodies of a loop are not checked.
     """
+    if env.common_kind(eqn) is not None:
+        return
     if env.is_loop(eqn):
         check_loop(env, eqn)
         return

@@ -11,6 +11,7 @@ equation may become a loop of rounds or communication, so what is asked during i
 is asked again after it.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,9 +121,9 @@ class Environment:
         """
         raised = []
         for atom, kind in zip(atoms, kinds, strict=True):
-            if kind is None or kind == FREE or isinstance(atom, Literal):
+            if kind is None or kind is FREE or isinstance(atom, Literal):
                 continue
-            if self.cell(atom) == FREE:
+            if self.cells.get(atom, FREE) is FREE:
                 self.cells[atom] = kind
                 raised.append(atom)
         return raised
@@ -136,17 +137,47 @@ class Environment:
     def has_free(self, eqn: Eqn) -> bool:
         """Whether a variable of an equation has no inferred kind yet."""
         cells = self.cells
-        return any(v not in cells for v in eqn.outvars) or any(
-            v not in cells for v in eqn.invars if type(v) is not Literal
-        )
+        # Loops, as all equations are asked, several times.
+        for v in eqn.outvars:
+            if v not in cells:
+                return True
+        for v in eqn.invars:
+            if type(v) is not Literal and v not in cells:
+                return True
+        return False
+
+    @functools.cached_property
+    def _is_single(self) -> bool:
+        return self.partition is not None and self.partition.size == 1
 
     def is_pointwise(self, eqn: Eqn) -> bool:
         """Whether an equation is pointwise, and so implies no communication.
 
         In a partition of one group, also such an equation may be a gather.
         """
-        single = self.partition is not None and self.partition.size == 1
-        return eqn.primitive.name in ELEMENTWISE and not single
+        return eqn.primitive.name in ELEMENTWISE and not self._is_single
+
+    def common_kind(self, eqn: Eqn) -> Kind | None:
+        """The kind of all that is partitioned of a pointwise equation, if it is one.
+
+        None unless an operand is partitioned, all that is along the same axis, and the
+        equation is pointwise: then it is work of each group.
+        """
+        if not self.is_pointwise(eqn):
+            return None
+        get, common = self.cells.get, None
+        for v in eqn.invars:
+            kind = None if type(v) is Literal else get(v)
+            if kind is not None and kind.axis is not None:
+                if common is not None and kind is not common and kind != common:
+                    return None
+                common = kind
+        if common is not None:
+            for v in eqn.outvars:
+                kind = get(v)
+                if kind is not None and kind.axis is not None and kind != common:
+                    return None
+        return common
 
     def signature(self, eqn: Eqn) -> EquationKinds | None:
         """Return the kinds that a building block over the partition takes and returns.
@@ -245,7 +276,9 @@ class Environment:
         unbatching rule.
         """
         axes = self.group_axes(eqn.invars)
-        if any(axis is not None for axis in axes):
+        if axes.count(None) < len(axes):
+            if self.is_pointwise(eqn):  # faster than to look it up
+                return unbatch(eqn, axes)
             unbatched = self.program.memoize(unbatch, eqn, axes)
             if unbatched is None and self._num_groups == 1:
                 return unbatch_single_group(eqn, axes)

@@ -140,7 +140,7 @@ def _propagate(env: Environment, phase: str, settled: frozenset[Var]) -> None:
     # An ordered set: an equation waits once, however many of its variables change.
     visits = order if phase == "forward" else reversed(order)
     # What is not free stays as it is, but a loop has bodies of its own.
-    open_ = lambda eqn: env.is_loop(eqn) or env.has_free(eqn)
+    open_ = lambda eqn: env.has_free(eqn) or env.is_loop(eqn)
     worklist = OrderedDict.fromkeys(i for i in visits if open_(eqns[i]))
     infer_body = functools.partial(_infer_body, env.partition, phase)
     while worklist:
@@ -172,7 +172,7 @@ def _visit(
     phase, no demand on operands is made.
     """
     # A loop is always visited: its bodies may still have free variables.
-    forward = loop or any(v not in env.cells for v in eqn.outvars)
+    forward = loop or not env.cells.keys() >= {*eqn.outvars}
     backward = phase != "forward" and (loop or has_free_operand(env, eqn))
     if not (forward or backward):
         return []

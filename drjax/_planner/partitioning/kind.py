@@ -51,7 +51,8 @@ FREE, GLOBAL, PARTITIONED = Kind("free"), Kind("global"), Kind("partitioned", 0)
 @functools.cache
 def partitioned_along(axis: int) -> Kind:
     """Return the kind of a partitioned value whose groups lie along `axis`."""
-    return Kind("partitioned", axis)
+    # One object for each kind, as kinds are compared often.
+    return PARTITIONED if axis == 0 else Kind("partitioned", axis)
 
 
 def kinds_of_axes(axes: Sequence[int | None]) -> list[Kind]:

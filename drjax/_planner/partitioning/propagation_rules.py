@@ -158,6 +158,9 @@ class PerGroup(PropagationRule):
     def results(
         self, env: Environment, eqn: Eqn, infer_body: InferBody
     ) -> Sequence[Kind]:
+        common = env.common_kind(eqn)
+        if common is not None:
+            return [common] * len(eqn.outvars)
         if any(axis is not None for axis in env.group_axes(eqn.invars)):
             kinds = self.kinds(env, eqn)
             if kinds is None:
@@ -253,9 +256,9 @@ def rule_of(env: Environment, eqn: Eqn) -> PropagationRule:
 
 def has_free_operand(env: Environment, eqn: Eqn) -> bool:
     """Whether an operand of an equation that is no scalar is free."""
-    # Scalars have no axis along which they could be partitioned.
-    return any(
-        v not in env.cells
-        for v in eqn.invars
-        if type(v) is not Literal and v.aval.shape
-    )
+    cells = env.cells
+    for v in eqn.invars:
+        # Scalars have no axis along which they could be partitioned.
+        if type(v) is not Literal and v not in cells and v.aval.shape:
+            return True
+    return False

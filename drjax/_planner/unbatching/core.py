@@ -111,11 +111,11 @@ def elementwise(eqn: Eqn, axes: Axes) -> UnbatchedEquation | None:
     # Scalars have no axis to slice; the primitive broadcasts them.
     # Inlining makes pointwise broadcasts explicit, so that all others have one shape;
     # global ones among them are scattered.
-    in_axes = tuple(axis if var.aval.shape else None for var in eqn.invars)
-    params = dict(eqn.params)
+    in_axes = tuple([axis if var.aval.shape else None for var in eqn.invars])
+    params = eqn.params
     if "sharding" in params:
         # A sharding names the dimensions of the whole array.
-        params["sharding"] = None
+        params = {**params, "sharding": None}
     outs = (axis,) * len(eqn.outvars)
     return UnbatchedEquation(in_axes, outs, params, pointwise=len(outs) == 1)
 

@@ -101,10 +101,10 @@ class ChunkedStage:
         self.layout, self.stage, self.kept = layout, stage, kept
         self.reduces, self.folds, self.shared = reduces, folds, shared
         self._inner, self._merged = inner, merged
-        names = [v.name for v in stage.outputs]
-        self._states = [[names.index(v.name) for v in f.fold.sources] for f in folds]
-        self._sources = [names.index(r.source.name) for r in reduces]
-        self._kept = [names.index(v.name) for v in kept]
+        position = {v.name: i for i, v in enumerate(stage.outputs)}
+        self._states = [[position[v.name] for v in f.fold.sources] for f in folds]
+        self._sources = [position[r.source.name] for r in reduces]
+        self._kept = [position[v.name] for v in kept]
         # The outputs that are slices in segments, with the positions of their parts
         # among the results of `self._jaxpr`.
         self._jaxpr, self._dtypes = stage.jaxpr, [v.dtype for v in stage.outputs]
@@ -115,11 +115,10 @@ class ChunkedStage:
         inputs = enumerate(stage.inputs, 1)
         self._lazy = [i in chunks for i, v in inputs if v.partitioned]
         # From positions in `kept` to positions among the partitioned inputs.
-        order = [v.name for v in stage.inputs if v.partitioned]
+        slices = (v.name for v in stage.inputs if v.partitioned)
+        order = {name: i for i, name in enumerate(slices)}
         self._replaced = {
-            j: order.index(replaced[v.name])
-            for j, v in enumerate(kept)
-            if v.name in replaced
+            j: order[replaced[v.name]] for j, v in enumerate(kept) if v.name in replaced
         }
         # For each input of one group's function whether it has a slice for each group.
         self._partitioned = [True, *(v.partitioned for v in stage.inputs)]

@@ -1,0 +1,180 @@
+"""Writing a jaxpr: of equations that exist already, without tracing them again.
+
+Input: equations, and what stands for their operands. Output: a closed jaxpr, which has
+the equations that a trace of their primitives would have. Where a trace could have
+others, `NotWritten` is raised, and the caller traces.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax._src import config, core, dtypes, source_info_util
+from jax._src.interpreters import partial_eval as pe
+
+from drjax._compat.jax_types import JAXPR_TYPES, ShapedArray
+from drjax._compat.jaxprs import (
+    closed,
+    has_rule_of_staging,
+    is_plain,
+    jaxpr_consts,
+    open_jaxpr,
+    pointwise_result,
+)
+from drjax._compat.types import Atom, Aval, ClosedJaxpr, Eqn, Params, Var
+
+
+class NotWritten(Exception):
+    """The equations have to be traced: JAX decides what they, or their types, are."""
+
+
+def jaxpr_of_equations(
+    eqns: Sequence[Eqn],
+    invars: Sequence[Var],
+    outvars: Sequence[Atom],
+    consts: Mapping[Var, Any],
+) -> ClosedJaxpr:
+    """Make a closed jaxpr of equations as they are.
+
+    `consts` are the values of variables that the equations do not define, scalars.
+    """
+    checked = _Checked()
+    if not all(checked.is_plain(v.aval) for v in invars):
+        raise NotWritten
+    new = []
+    literals: dict[Any, Any] = {}
+    for eqn in eqns:
+        checked.check(eqn)
+        if not all(checked.is_plain(v.aval) for v in eqn.outvars):
+            raise NotWritten
+        used = [v for v in eqn.invars if type(v) is not core.Literal and v in consts]
+        for v in used:
+            if v not in literals:
+                literals[v] = literal_of(consts[v])
+        if used:
+            ins = [
+                v if type(v) is core.Literal else literals.get(v, v) for v in eqn.invars
+            ]
+            eqn = eqn.replace(invars=ins)
+        new.append(eqn)
+    if any(v in consts for v in outvars):
+        raise NotWritten
+    return _jaxpr(invars, outvars, new)
+
+
+class Writer:
+    """A jaxpr to which copies of equations are written, for other operands.
+
+    `args` are its arguments, of types that say no more than a shape and a dtype. What
+    is written has no effects, and no constants but literals.
+    """
+
+    def __init__(self, types: Sequence[tuple[tuple[int, ...], Any]]) -> None:
+        self._checked, self._eqns = _Checked(), list[Eqn]()
+        if config.eager_constant_folding.value:
+            raise NotWritten
+        avals = {t: ShapedArray(*t) for t in dict.fromkeys(types)}
+        if not all(map(self._checked.is_plain, avals.values())):
+            raise NotWritten
+        self.args = [core.Var(avals[t]) for t in types]
+
+    def jaxpr(self, jaxpr: ClosedJaxpr, operands: Sequence[Atom]) -> list[Atom]:
+        """Write the equations of a jaxpr, and return what its results are here."""
+        if jaxpr_consts(jaxpr):
+            raise NotWritten
+        raw = open_jaxpr(jaxpr)
+        env: dict[Any, Any] = dict(zip(raw.invars, operands, strict=True))
+        for v, x in env.items():
+            if x.aval is not v.aval and x.aval != v.aval:
+                raise NotWritten
+        read = lambda v: v if type(v) is core.Literal else env[v]
+        for eqn in raw.eqns:
+            avals = [v.aval for v in eqn.outvars]
+            outs = self._write(eqn, [*map(read, eqn.invars)], avals, eqn.params)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [*map(read, raw.outvars)]
+
+    def pointwise(
+        self, eqn: Eqn, operands: Sequence[Atom], shape: tuple[int, ...], params: Params
+    ) -> list[Atom]:
+        """Write a pointwise equation of one result, of operands of a shape or scalars.
+
+        Dtypes are those of its operands; they decide that of the result.
+        """
+        avals: list[Any] = []
+        for x, v in zip(operands, eqn.invars, strict=True):
+            constant = type(x) is core.Literal
+            if constant and x is not v and x.aval != v.aval:
+                raise NotWritten
+            avals.append(None if constant else x.aval)
+        out = pointwise_result(eqn, avals, shape, self._checked.is_plain)
+        if out is None:
+            raise NotWritten
+        return self._write(eqn, operands, [out], params)
+
+    def closed(self, results: Sequence[Atom]) -> ClosedJaxpr:
+        """Return the jaxpr that computes these results."""
+        return _jaxpr(self.args, results, self._eqns)
+
+    def _write(
+        self, eqn: Eqn, operands: Sequence[Atom], avals: Sequence[Aval], params: Params
+    ) -> list[Any]:
+        self._checked.check(eqn)
+        if eqn.effects:
+            raise NotWritten
+        source, names = eqn.source_info, source_info_util.current_name_stack()
+        if names.stack:
+            source = source.replace(name_stack=names + source.name_stack)
+        outs: Any = [core.Var(aval) for aval in avals]
+        new: Any = core.JaxprEqn(
+            list(operands), outs, eqn.primitive, params, eqn.effects, source, eqn.ctx
+        )
+        self._eqns.append(new)
+        return outs
+
+
+class _Checked:
+    """Whether equations may be written, with what was asked about them before."""
+
+    def __init__(self) -> None:
+        self._ctx = core.current_jaxpr_eqn_context()
+        self._primitives, self._avals = set[Any](), dict[int, Aval]()
+
+    def check(self, eqn: Eqn) -> None:
+        """Raise if the context is not the one that traces, or JAX stages by a rule."""
+        if eqn.ctx is not self._ctx:
+            raise NotWritten
+        if eqn.primitive not in self._primitives:
+            if has_rule_of_staging(eqn.primitive):
+                raise NotWritten
+            self._primitives.add(eqn.primitive)
+        for value in eqn.params.values():
+            if isinstance(value, JAXPR_TYPES) and value.is_high:
+                raise NotWritten
+
+    def is_plain(self, aval: Aval) -> bool:
+        if id(aval) not in self._avals:
+            if not is_plain(aval):
+                return False
+            # It is kept, so that no other has its id.
+            self._avals[id(aval)] = aval
+        return True
+
+
+def literal_of(x: Any) -> core.Literal:
+    """Make a literal of a scalar, as tracing does."""
+    if isinstance(x, core.Tracer) or np.ndim(x):
+        raise NotWritten
+    x = dtypes.canonicalize_value(x)
+    if not core.is_literalable(x):
+        raise NotWritten
+    return core.Literal(x, core.typeof(x))
+
+
+def _jaxpr(
+    invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any]
+) -> ClosedJaxpr:
+    effects = pe.make_jaxpr_effects((), invars, outvars, eqns)
+    info: Any = core.DebugInfo("stage", "", None, None)
+    raw = core.Jaxpr((), list(invars), list(outvars), list(eqns), effects, info)
+    return closed(raw)
