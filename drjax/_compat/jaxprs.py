@@ -7,10 +7,11 @@ open to `open_jaxpr`, and has constants if `jaxpr_consts` says so.
 
 import contextlib
 import dataclasses
+import functools
 import traceback
 from collections.abc import Callable, Iterator, Sequence, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from jax._src import api_util, config, core, effects, source_info_util
@@ -19,6 +20,7 @@ from jax._src.interpreters import ad, batching
 from jax._src.interpreters import partial_eval as pe
 
 from drjax._compat.jax_types import (
+    JAXPR_TYPES,
     MERGED,
     Jaxpr,
     ShapedArray,
@@ -477,12 +479,50 @@ def is_plain(aval: Any) -> bool:
 _RULES_OF_STAGING = (pe.custom_staging_rules, pe.forwarding_rules, pe.const_fold_rules)
 
 
-def has_rule_of_staging(primitive: core.Primitive) -> bool:
-    """Whether JAX may stage something else than an equation of this primitive."""
+def _is_new_dtype(eqn: Eqn, operands: Sequence[Atom]) -> bool:
+    # JAX folds constants, and leaves out what changes nothing.
+    (x,) = operands
+    return type(x) is not core.Literal and x.aval.dtype != eqn.outvars[0].aval.dtype
+
+
+def _is_new_shape(eqn: Eqn, operands: Sequence[Atom]) -> bool:
+    return eqn.params["shape"] != operands[0].aval.shape
+
+
+def _is_call(eqn: Eqn, operands: Sequence[Atom]) -> bool:
+    inline = getattr(eqn.params["inline"], "value", eqn.params["inline"])
+    return inline in (False, "auto") and not jaxpr_consts(eqn.params["jaxpr"])
+
+
+_Staging: TypeAlias = Callable[[Eqn, Sequence[Atom]], bool]
+# Of primitives with such a rule, which equations it leaves as they are.
+_LEFT: dict[str, _Staging] = {
+    **dict.fromkeys("dynamic_slice iota reshape".split(), lambda eqn, operands: True),
+    "broadcast_in_dim": _is_new_shape,
+    "convert_element_type": _is_new_dtype,
+    "jit": _is_call,
+}
+
+
+@functools.cache
+def _staging_of(primitive: core.Primitive) -> _Staging | bool:
+    kind: Any = type(primitive)
     # Primitives of the planner, and calls, bind others or trace.
-    own = type(primitive).bind is not core.Primitive.bind
-    own = own or type(primitive).is_high is not core.Primitive.is_high
-    return own or any(primitive in rules for rules in _RULES_OF_STAGING)
+    if kind.bind is not core.Primitive.bind:
+        return False
+    if kind.is_high is not core.Primitive.is_high:
+        return False
+    plain = not any(primitive in rules for rules in _RULES_OF_STAGING)
+    return plain or _LEFT.get(primitive.name, False)
+
+
+def is_staged_as_it_is(eqn: Eqn, operands: Sequence[Atom]) -> bool:
+    """Whether JAX stages an equation again for other operands, of the same types."""
+    staging = _staging_of(eqn.primitive)
+    for value in eqn.params.values():
+        if isinstance(value, JAXPR_TYPES) and value.is_high:
+            return False
+    return staging if isinstance(staging, bool) else staging(eqn, operands)
 
 
 def _staged_again(
@@ -503,8 +543,6 @@ def _staged_again(
         eqn.effects
         or config.eager_constant_folding.value
         or eqn.ctx is not core.current_jaxpr_eqn_context()
-        or has_rule_of_staging(primitive)
-        or primitive.is_high(*(v.aval for v in eqn.invars), **eqn.params)
     ):
         return None
     tracers = []
@@ -518,6 +556,8 @@ def _staged_again(
         elif avals is None and x.aval is not v.aval and x.aval != v.aval:
             return None
         tracers.append(x)
+    if not is_staged_as_it_is(eqn, [x.val for x in tracers]):
+        return None
     if avals is None:
         avals = [v.aval for v in eqn.outvars]
     source, names = eqn.source_info, source_info_util.current_name_stack()

@@ -12,11 +12,11 @@ import numpy as np
 from jax._src import config, core, dtypes, source_info_util
 from jax._src.interpreters import partial_eval as pe
 
-from drjax._compat.jax_types import JAXPR_TYPES, ShapedArray
+from drjax._compat.jax_types import ShapedArray
 from drjax._compat.jaxprs import (
     closed,
-    has_rule_of_staging,
     is_plain,
+    is_staged_as_it_is,
     jaxpr_consts,
     open_jaxpr,
     pointwise_result,
@@ -44,7 +44,6 @@ def jaxpr_of_equations(
     new = []
     literals: dict[Any, Any] = {}
     for eqn in eqns:
-        checked.check(eqn)
         if not all(checked.is_plain(v.aval) for v in eqn.outvars):
             raise NotWritten
         used = [v for v in eqn.invars if type(v) is not core.Literal and v in consts]
@@ -56,6 +55,7 @@ def jaxpr_of_equations(
                 v if type(v) is core.Literal else literals.get(v, v) for v in eqn.invars
             ]
             eqn = eqn.replace(invars=ins)
+        checked.check(eqn, eqn.invars)
         new.append(eqn)
     if any(v in consts for v in outvars):
         raise NotWritten
@@ -119,7 +119,7 @@ class Writer:
     def _write(
         self, eqn: Eqn, operands: Sequence[Atom], avals: Sequence[Aval], params: Params
     ) -> list[Any]:
-        self._checked.check(eqn)
+        self._checked.check(eqn, operands)
         if eqn.effects:
             raise NotWritten
         source, names = eqn.source_info, source_info_util.current_name_stack()
@@ -138,19 +138,12 @@ class _Checked:
 
     def __init__(self) -> None:
         self._ctx = core.current_jaxpr_eqn_context()
-        self._primitives, self._avals = set[Any](), dict[int, Aval]()
+        self._avals = dict[int, Aval]()
 
-    def check(self, eqn: Eqn) -> None:
+    def check(self, eqn: Eqn, operands: Sequence[Atom]) -> None:
         """Raise if the context is not the one that traces, or JAX stages by a rule."""
-        if eqn.ctx is not self._ctx:
+        if eqn.ctx is not self._ctx or not is_staged_as_it_is(eqn, operands):
             raise NotWritten
-        if eqn.primitive not in self._primitives:
-            if has_rule_of_staging(eqn.primitive):
-                raise NotWritten
-            self._primitives.add(eqn.primitive)
-        for value in eqn.params.values():
-            if isinstance(value, JAXPR_TYPES) and value.is_high:
-                raise NotWritten
 
     def is_plain(self, aval: Aval) -> bool:
         if id(aval) not in self._avals:

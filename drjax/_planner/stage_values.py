@@ -332,8 +332,9 @@ class StageValues:
         """Return the equation of one group of one that a local stage computes."""
         unbatched = self._unbatched.get(eqn)
         if unbatched is None:
-            unbatched = self._unbatched[eqn] = self.kinds.unbatched(eqn)
+            unbatched = self.kinds.unbatched(eqn)
             assert unbatched is not None
+            self._unbatched[eqn] = unbatched
         return unbatched
 
 

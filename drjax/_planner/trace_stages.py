@@ -197,7 +197,7 @@ def _run_group(
                 assert_never(operand)
 
     for eqn in parts.equations:
-        operands = [
+        operands: list[Any] = [
             by.literal(v) if type(v) is Literal else read(x)
             for v, x in zip(eqn.invars, values.operands(eqn), strict=True)
         ]

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from drjax import _compat
-from drjax._compat.types import Aval, Eqn, Var
+from drjax._compat.types import Aval, ClosedJaxpr, Eqn, OpenJaxpr, Var
 from drjax._jaxprs.walk import variables
 from drjax.primitives import map_fn_p
 
@@ -65,7 +65,7 @@ def operations(eqn: Eqn) -> float:
     results = sum(map(_size, (v.aval for v in eqn.outvars)))
     largest = max(map(_size, (v.aval for v in eqn.invars)), default=0.0)
     if jaxprs := _compat.jaxprs_in(params):
-        inner = [sum(map(operations, _compat.open_jaxpr(j).eqns)) for j in jaxprs]
+        inner = [*map(_operations_of, jaxprs)]
         if name == "cond":
             return max(inner)
         groups = params["partition"].size if eqn.primitive is map_fn_p else 1
@@ -88,6 +88,12 @@ def operations(eqn: Eqn) -> float:
     each = _FOR_EACH_ELEMENT.get(name, 1)
     # A reduction reads more than it gives.
     return each * (max(results, largest) if name.startswith("reduce") else results)
+
+
+@_compat.weakref_lru_cache(trace_context_in_key=False)
+def _operations_of(jaxpr: ClosedJaxpr | OpenJaxpr) -> float:
+    # Cached, as rounds one after another have the same loops.
+    return sum(map(operations, _compat.open_jaxpr(jaxpr).eqns))
 
 
 def bytes_of(variables: Iterable[Var]) -> float:

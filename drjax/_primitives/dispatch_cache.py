@@ -13,7 +13,6 @@ Sharp edges: a jaxpr with constants, or with an array or another unhashable valu
 parameters, has no structure; it is compiled once for each jaxpr object.
 """
 
-import functools
 from collections.abc import Callable, Hashable
 from typing import Any, TypeAlias
 
@@ -102,11 +101,9 @@ def _source_without_rules(eqn: Eqn) -> tuple:
 def _hashable(make: Callable[[], Hashable]) -> Hashable | None:
     """Return a key that `make` makes; None if there is none, or it is unhashable."""
     try:
-        key = make()
-        hash(key)
+        return _Hashed(make())
     except (_Unknown, TypeError):
         return None
-    return key
 
 
 def _jaxpr_key(jaxpr: ClosedJaxpr | OpenJaxpr, more: More = _nothing) -> tuple:
@@ -115,6 +112,28 @@ def _jaxpr_key(jaxpr: ClosedJaxpr | OpenJaxpr, more: More = _nothing) -> tuple:
     if _compat.jaxpr_consts(jaxpr):
         raise _Unknown
     return _open_jaxpr_key(_compat.open_jaxpr(jaxpr), more)
+
+
+class _Hashed:
+    """A key that is hashed once, as jaxprs in equations are in the keys of many."""
+
+    __slots__ = ("_hash", "_key")
+
+    def __init__(self, key: Hashable) -> None:
+        self._key, self._hash = key, hash(key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or not isinstance(other, _Hashed):
+            return self is other
+        return self._hash == other._hash and self._key == other._key
+
+
+@_compat.weakref_lru_cache(trace_context_in_key=False)
+def _inner_key(jaxpr: ClosedJaxpr | OpenJaxpr, more: More) -> _Hashed:
+    return _Hashed(_jaxpr_key(jaxpr, more))
 
 
 def _open_jaxpr_key(jaxpr: OpenJaxpr, more: More) -> tuple:
@@ -126,7 +145,7 @@ def _open_jaxpr_key(jaxpr: OpenJaxpr, more: More) -> tuple:
     unhashable if a parameter is. Raises `_Unknown` if a parameter is a JAX array, or a
     jaxpr with constants.
     """
-    inner_key = functools.partial(_jaxpr_key, more=more)
+    inner_key = lambda inner: _inner_key(inner, more)
     numbers: dict[Any, int] = {}
     for var in (*jaxpr.constvars, *jaxpr.invars):
         numbers[var] = len(numbers)

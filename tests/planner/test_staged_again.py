@@ -1,6 +1,7 @@
 """Equations that a pass did not change are staged as they are, not bound again.
 
-Covers: drjax._planner.trace_stages, drjax._compat.jaxprs, drjax._compat.write_jaxpr.
+Covers: drjax._planner.trace_stages, drjax._compat.jaxprs, drjax._compat.write_jaxpr,
+    drjax.backends.xla.chunked_stage.
 """
 
 import jax
@@ -10,9 +11,11 @@ import pytest
 from jax import lax
 
 import drjax
+from benchmarks import first_calls
 from benchmarks.long_programs import LONG_PROGRAMS
 from drjax._compat import jaxprs, write_jaxpr
 from drjax._planner import trace_stages
+from drjax.backends.xla import chunked_stage
 
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
 COUNT = 200
@@ -92,10 +95,20 @@ def test_most_stages_are_written(monkeypatch):
     monkeypatch.setattr(
         trace_stages, "_trace", lambda name, *_, **__: traced.append(name)
     )
-    for make in LONG_PROGRAMS.values():
+    gradient = jax.grad(first_calls._total(first_calls._rounds(3)))
+    rounds = lambda count: (gradient, first_calls._arguments())
+    for make in (*LONG_PROGRAMS.values(), rounds):
         program, types = make(COUNT)
         drjax.make_plan(program)(*types)
     assert not traced
+
+
+def test_leaves_of_a_reduction_are_not_batched(monkeypatch):
+    mean = drjax.program(clients=4)(drjax.reduce_mean)
+    leaves = [jnp.arange(4.0 * i).reshape(4, i) for i in range(1, 9)]
+    monkeypatch.setattr(chunked_stage, "over_groups", None)
+    for a, b in zip(drjax.jit(mean)(leaves), leaves, strict=True):
+        np.testing.assert_allclose(a, b.mean(0), rtol=1e-6)
 
 
 @pytest.mark.parametrize("step", [None, 1, 3])
