@@ -32,8 +32,10 @@ class Record:
         Record.records[cls.__name__] = cls
 
     def __post_init__(self) -> None:
-        for name, expected, convert in _checks(type(self)):
+        for name, expected, convert, exact in _checks(type(self)):
             old = getattr(self, name)
+            if type(old) is exact:
+                continue
             try:
                 new = convert(old)
             except TypeError:
@@ -49,11 +51,11 @@ Converter = Callable[[Any], Any]
 
 
 @functools.cache
-def _checks(cls: type) -> list[tuple[str, str, Converter]]:
-    """List of each field its name, its type as text, and its converter."""
+def _checks(cls: type) -> list[tuple[str, str, Converter, Any]]:
+    """List of each field its name, its type, also as text, and its converter."""
     hints = typing.get_type_hints(cls, localns=Record.records)
     return [
-        (f.name, _text(hints[f.name]), converter)
+        (f.name, _text(hints[f.name]), converter, hints[f.name])
         for f in fields(cls)
         if (converter := _converter(hints[f.name])) is not None
     ]

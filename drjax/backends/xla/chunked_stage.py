@@ -23,6 +23,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jax.typing import DTypeLike
 
 from drjax import _compat
+from drjax._compat.jax_types import Literal
 from drjax._compat.types import Array, DeviceArray, GlobalArray, PyTree
 from drjax._jaxprs.eval_jaxpr import as_arrays
 from drjax._jaxprs.prng_keys import from_raw
@@ -356,7 +357,11 @@ class ChunkedStage:
             )
 
         batch = lambda count: over_groups(self.stage, one, count, self._axes)
-        if self.layout.uneven and self._effects:
+        passed = None if self._inner else _passed_through(self.stage, self._axes)
+        if passed is not None:
+            # Nothing to batch: a vmap of thousands of arrays takes long to trace.
+            outs = [args[i] for i in passed]
+        elif self.layout.uneven and self._effects:
             # Padding must not print, call back or raise.
             outs = for_real_groups(
                 self.layout,
@@ -451,6 +456,18 @@ class ChunkedStage:
             if self.layout.uneven:
                 x = self.layout.mask_padding(x, indices, identity)
             return op.local(x)
+
+
+def _passed_through(stage: Stage, axes: list[int | None]) -> list[int] | None:
+    """The argument that each output is, if a stage only passes slices on."""
+    jaxpr = _compat.open_jaxpr(stage.jaxpr)
+    if stage.exported is not None or jaxpr.eqns:
+        return None
+    position = {v: i for i, v in enumerate(jaxpr.invars) if axes[i] == 0}
+    outs = jaxpr.outvars
+    if not all(type(v) is not Literal and v in position for v in outs):
+        return None
+    return [position[v] for v in outs]
 
 
 def _summed_in_map(
