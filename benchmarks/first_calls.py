@@ -3,10 +3,12 @@
     python -m benchmarks.first_calls             # all rows, some minutes
     python -m benchmarks.first_calls --quick     # each once
     python -m benchmarks.first_calls --only NAME # the rows whose names contain NAME
+    python -m benchmarks.first_calls --tpu v5e:2x4  # also by the compiler of TPUs
 
 Each is CPU time with cold caches: JAX's are emptied, and functions are defined again.
 The two sides of a row take turns; which one is first changes. A ratio is the median of
-those of turns, with its quartiles. Imports are measured in new processes. With `--out`
+those of turns, with its quartiles. Imports are measured in new processes. With `--tpu`
+(which needs libtpu, and no TPU) float4 sums are also compiled for these. With `--out`
 the table goes to `first_calls-jax-VERSION.md`.
 """
 
@@ -53,6 +55,7 @@ class Row:
       make: From nothing to two new actions, ours and the other.
       mesh: Whether both run on a mesh of all devices.
       warm: Whether both were called before, so that caches are not emptied.
+      tpu: Whether that mesh is one of TPU chips, for which both are only compiled.
     """
 
     name: str
@@ -62,6 +65,7 @@ class Row:
     make: Callable[[], tuple[Action, Action]]
     mesh: bool = False
     warm: bool = False
+    tpu: bool = False
 
 
 # -------------------------------------------------------------------------------------
@@ -275,6 +279,15 @@ ROWS = [
     Row("first call, two rounds", 1.2, '"auto"', "k = all", _auto),
     Row("first call, two rounds", 1.2, '"auto"', "jax.jit", _auto_as_jit),
     Row("compile a float4 sum", 1.2, "wire=", "hand-written", _float4, mesh=True),
+    Row(
+        "compile a float4 sum for TPUs",
+        1.2,
+        "wire=",
+        "hand-written",
+        _float4,
+        mesh=True,
+        tpu=True,
+    ),
     Row("lower 20 rounds", 1.3, "k = 1", "jax.jit", lambda: _unrolled(False)),
     Row("lower 20 rounds", 1.3, "k = 1", "hand-written loop", lambda: _unrolled(True)),
     Row(
@@ -388,12 +401,17 @@ def _seconds(action: Action) -> float:
 
 
 def measure(
-    rows: Sequence[Row], rounds: int, show_progress: bool = True
+    rows: Sequence[Row],
+    rounds: int,
+    topology: str | None = None,
+    show_progress: bool = True,
 ) -> list[tuple[Row, list[tuple[float, float]]]]:
     """For each row its pairs of CPU seconds, of ours and of the other."""
     results = []
+    rows = [row for row in rows if topology or not row.tpu]
     for row in tqdm(rows, disable=not show_progress):
-        mesh = counts.mesh_of(_AXIS, DEVICES) if row.mesh else None
+        chips = topology if row.tpu else None
+        mesh = counts.mesh_of(_AXIS, DEVICES, chips) if row.mesh else None
         with entered(mesh):
             results.append((row, list(_turns(row, rounds))))
     return results
@@ -434,13 +452,14 @@ def markdown(results: Sequence[tuple[Row, list[tuple[float, float]]]]) -> str:
 
 
 def main() -> None:
-    parser = counts.parser(__doc__, "each once")
+    parser = counts.parser(__doc__, "each once", tpu=True)
     parser.add_argument("--only", default="", help="the rows with this in their names")
     parser.add_argument("--turns", type=int, default=7, help="how often, each")
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", DEVICES)
     rounds = 1 if options.quick else options.turns
-    results = measure([row for row in ROWS if options.only in row.name], rounds)
+    rows = [row for row in ROWS if options.only in row.name]
+    results = measure(rows, rounds, options.tpu)
     if options.only in "import":
         results.insert(0, measure_imports(rounds))
     counts.write(markdown(results), options.out, "first-calls")
