@@ -65,6 +65,9 @@ class Stage(Step):
       work: Of a stage that was loaded from a file, what it computes, in floating-point
         operations as estimated, and what of it is rematerialized; else None, as the
         jaxpr says it.
+      after: Of a stage of the server, partitioned values that are computed before what
+        it takes of reductions counts as received: while groups compute these, what was
+        sent may be under way. A plan file has them not.
     """
 
     name: str
@@ -75,6 +78,7 @@ class Stage(Step):
     inner: Union["Plan", None] = None
     over: tuple[Partition, ...] = ()
     work: tuple[int, int] | None = None
+    after: tuple[Value, ...] = ()
 
     bodies = ()
 

@@ -15,8 +15,11 @@ from typing import Any
 
 from jax import lax
 
+from drjax import _compat
 from drjax._compat.jax_types import Primitive
-from drjax._compat.types import Array, Eqn, Var
+from drjax._compat.types import Array, ClosedJaxpr, Eqn, Var
+from drjax._jaxprs.walk import variables
+from drjax._primitives.in_two_legs import received_after_p
 
 
 class Fence(Primitive):
@@ -30,9 +33,16 @@ fence_p = Fence("fence")
 fence_p.multiple_results = True
 
 
-def as_fence(eqn: Eqn) -> Eqn:
-    """Write an `optimization_barrier` as a `fence`."""
-    return eqn.replace(primitive=fence_p, params={"after": ()})
+def as_fence(eqn: Eqn) -> Eqn | None:
+    """Write an `optimization_barrier` as a `fence`, or a `received_after`; None: other.
+
+    What the latter waits for is a result of the fence, too, which nothing reads.
+    """
+    if eqn.primitive not in (lax.optimization_barrier_p, received_after_p):
+        return None
+    unread = [_compat.new_var(x.aval) for x in eqn.invars[len(eqn.outvars) :]]
+    outs = [*eqn.outvars, *unread]
+    return eqn.replace(primitive=fence_p, outvars=outs, params={"after": ()})
 
 
 def split_fence(eqn: Eqn, kinds: Any) -> list[Eqn] | None:
@@ -54,3 +64,11 @@ def split_fence(eqn: Eqn, kinds: Any) -> list[Eqn] | None:
         )
         for part, others in zip((of_server, of_groups), after, strict=True)
     ]
+
+
+def fenced_inputs(jaxpr: ClosedJaxpr) -> list[int]:
+    """Which inputs of a server's stage its fences hold, as they are."""
+    raw = _compat.open_jaxpr(jaxpr)
+    fences = (fence_p, lax.optimization_barrier_p)
+    held = {v for e in raw.eqns if e.primitive in fences for v in variables(e.invars)}
+    return [i for i, v in enumerate(raw.invars) if v in held]

@@ -348,8 +348,7 @@ def _inline(
         if _is_identity(eqn):
             names.update(zip(eqn.outvars, ins, strict=True))
             continue
-        if eqn.primitive is lax.optimization_barrier_p:
-            eqn = as_fence(eqn)
+        eqn = as_fence(eqn) or eqn
         outs = eqn.outvars
         if call is not None:
             # The same jaxpr may be called twice: each call has variables of its own.

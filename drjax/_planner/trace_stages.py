@@ -8,6 +8,7 @@ of a local stage are fenced, as XLA could compute them twice by itself.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, assert_never
 
@@ -71,14 +72,17 @@ def trace_server_stage(
         return [env[v] for v in results]
 
     ins, outs = [*map(values.value, inputs)], [*map(values.value, results)]
+    fences = [v for e in eqns if e.primitive is fence_p for v in e.params["after"]]
+    after = tuple(values.value(v) for v in fences if values.kinds[v].partitioned)
     # As they are: most programs spend their planning on equations of the server.
     try:
         if any(e.primitive is columns_p for e in eqns):
             raise _compat.NotWritten
         jaxpr = _compat.jaxpr_of_equations(eqns, inputs, results, consts)
+        stage = _stage("server", ins, outs, jaxpr)
     except _compat.NotWritten:
-        return _trace("server", ins, outs, run)
-    return _stage("server", ins, outs, jaxpr)
+        stage = _trace("server", ins, outs, run)
+    return dataclasses.replace(stage, after=after)
 
 
 def trace_local_stage(

@@ -237,7 +237,7 @@ def _add_encoded(
     whole = [i for i, axis in enumerate(axes) if axis is None]
     if whole:
         own = encode(jnp.concatenate([sums[i] for i in whole]), wire)
-        every = decode(_all_gather_bytes(layout.axes, own), wire)
+        every = decode(all_gather_bytes(layout.axes, own), wire)
         gathered = _split(every, [parts[i].shape[1] for i in whole])
         for i, x in zip(whole, gathered, strict=True):
             sums[i] = x
@@ -310,8 +310,8 @@ def _add_columns(
     if wire is None or not whole:
         gather = lambda x: [lax.all_gather(x, inside, tiled=True, to=same())]
         return after_arrival(gather, total)[0]
-    of_devices = _all_gather_bytes(layout.axes, encode(total, wire))
-    gather = lambda x: [_all_gather_bytes(inside, x)]
+    of_devices = all_gather_bytes(layout.axes, encode(total, wire))
+    gather = lambda x: [all_gather_bytes(inside, x)]
     (of_slice,) = after_arrival(gather, of_devices.reshape(-1))
     sums = decode(of_slice.reshape(-1, *of_devices.shape), wire)
     return jnp.moveaxis(sums, 0, 1).reshape(len(x), -1)
@@ -324,7 +324,7 @@ def _sum_of_codes(layout: Layout, wire: Wire, x: Array) -> Array:
     return jnp.sum(decode(received, wire), axis=0)
 
 
-def _all_gather_bytes(axes: tuple[str, ...], x: Array) -> Array:
+def all_gather_bytes(axes: tuple[str, ...], x: Array) -> Array:
     """All-gather bytes: from uint8 `[k]` on each of m devices to `[m, k]` on all.
 
     XLA makes an all-reduce, of twice the traffic, of an all-gather whose parts are no

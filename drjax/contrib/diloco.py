@@ -30,11 +30,13 @@ import numpy as np
 from jax.core import Tracer
 
 import drjax
+from drjax._api.collective_options import collective_options
 from drjax._compat.types import Array, GlobalArray, PartitionedArray, PyTree, PyTreeDef
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._extras import needed
 from drjax._partition import attached_levels, integer_of
-from drjax._sharding.layout import host_sharding
+from drjax._primitives.in_two_legs import complete, is_divided, received_after
+from drjax._sharding.layout import find_mesh, host_sharding
 
 Getter = Callable[[PyTree], PyTree]
 
@@ -512,10 +514,10 @@ class Round:
         P, H = len(parts), self._steps(batches, len(parts))
         alive, metrics = self._members(where, weights), []
 
-        def advance(worker: PyTree, first: int, last: int) -> PyTree:
-            """These steps of the round, by all workers."""
+        def advance(worker: PyTree, first: int, last: int) -> tuple[PyTree, Any]:
+            """These steps of the round, by all workers; and a small result of them."""
             if first == last:
-                return worker
+                return worker, None
 
             def steps(worker: PyTree, batches: PyTree) -> Any:
                 slices = jax.tree.map(lambda x: x[first:last], batches)
@@ -523,15 +525,15 @@ class Round:
 
             worker, got = drjax.map_fn(steps, (worker, batches))
             metrics.append(got)
-            return worker
+            floats = [x for x in jax.tree.leaves((got, worker)) if is_float(x)]
+            return worker, min(floats, key=lambda x: x.size)
 
         worker = drjax.map_fn(fill, (before, drjax.broadcast(theta)))
         for p, part in enumerate(parts):
             last = (p + 1) * H // P
-            sent = last - self.delay
-            run = theta, outer, advance(worker, p * H // P, sent), alive
-            delayed = partial(advance, first=sent, last=last)
-            run = self._exchange(p, part, params, weights, run, delayed)
+            worker, _ = advance(worker, p * H // P, last - self.delay)
+            run = theta, outer, worker, alive
+            run = self._exchange(p, part, params, weights, run, advance, last)
             theta, outer, worker, alive = run
         if alive is not None:
 
@@ -553,11 +555,19 @@ class Round:
         return freeze(state), metrics
 
     def _exchange(
-        self, p: int, part: Fragment, params: Params, weights: Any, run: Run, wait: Any
+        self,
+        p: int,
+        part: Fragment,
+        params: Params,
+        weights: Any,
+        run: Run,
+        advance: Callable[[PyTree, int, int], tuple[PyTree, Any]],
+        last: int,
     ) -> Run:
-        """One fragment, from when it is sent until it is received, after `wait`.
+        """One fragment, from when it is sent until it is received, after step `last`.
 
         All communication of a round is here. The steps between depend on none of it.
+        Numbers in few bits take two collectives, each with half of these steps.
         """
         theta, outer, worker, alive = run
         old = part.take(theta)
@@ -570,10 +580,27 @@ class Round:
         reduce: Any = drjax.reduce_mean
         if weights is not None:
             reduce = partial(drjax.reduce_weighted_mean, w=weights)
-        mean = reduce(changed, wire=self.wire, **options)
-        worker = wait(worker)
-        if self.delay:  # or the compiler for TPUs may wait before the steps between
-            mean, worker = jax.lax.optimization_barrier((mean, worker))
+        on: Any = {"partition": self.partition, "mesh": find_mesh(self.partition)}
+        late = partial(received_after, on=on)
+        if self._in_two_legs(changed):
+            wire = collective_options("reduce_mean", self.wire, None)["wire"]
+            joined = partial(_joined, multiple=self.partition.size * wire.block)
+            sent = reduce(
+                drjax.map_fn(joined, changed), wire=wire, result="sharded", **options
+            )
+            half = last - self.delay // 2
+            worker, done = advance(worker, last - self.delay, half)
+            (sent,) = late([sent], done, sharded=True)
+            sent, worker = jax.lax.optimization_barrier((sent, worker))  # in plans, too
+            sent = complete(sent, wire, self.partition)
+            worker, done = advance(worker, half, last)
+            mean = _parted(*late([sent], done), old)
+        else:
+            mean = reduce(changed, wire=self.wire, **options)
+            worker, done = advance(worker, last - self.delay, last)
+            if self.delay:
+                means, treedef = jax.tree.flatten(mean)
+                mean = treedef.unflatten(late(means, done))
         updates, after = self.outer.update(mean, outer[p], old)
         new = jax.tree.map(lambda x, u: (x + u).astype(x.dtype), old, updates)
         if alive is not None:
@@ -595,6 +622,12 @@ class Round:
         worker = params.set(worker, [y if x is None else x for x, y in pairs])
         outer = [*outer[:p], after, *outer[p + 1 :]]
         return part.put(theta, new), outer, worker, alive
+
+    def _in_two_legs(self, changed: PyTree) -> bool:
+        """Whether an exchange has two collectives, and a step to hide each of them."""
+        reals = [jnp.issubdtype(x.dtype, np.floating) for x in jax.tree.leaves(changed)]
+        long = self.wire is not None and self.delay > 1
+        return long and all(reals) and is_divided(self.partition)
 
     @property
     def _replaces(self) -> bool:
@@ -673,6 +706,19 @@ def _copies(x: GlobalArray, k: int) -> PartitionedArray:
     if is_key(x):
         return jax.vmap(lambda i: jax.random.fold_in(x, i))(jnp.arange(k))
     return jnp.broadcast_to(x, (k, *x.shape))
+
+
+def _joined(tree: PyTree, multiple: int) -> Array:
+    """All numbers of a fragment as a float32 vector, with zeros behind them."""
+    x = jnp.concatenate([x.ravel().astype("float32") for x in jax.tree.leaves(tree)])
+    return jnp.pad(x, (0, -x.size % multiple))
+
+
+def _parted(joined: Array, like: PyTree) -> PyTree:
+    leaves, treedef = jax.tree.flatten(like)
+    ends = np.cumsum([x.size for x in leaves])
+    parts = zip(jnp.split(joined, ends)[:-1], leaves, strict=True)
+    return treedef.unflatten([x.reshape(y.shape).astype(y.dtype) for x, y in parts])
 
 
 def _is_finite(alive: Array, changed: PyTree) -> Array:

@@ -1,6 +1,6 @@
 """Streaming DiLoCo by the layer, as the compiler for TPUs schedules it: what is hidden.
 
-Covers: drjax.contrib.diloco.
+Covers: drjax.contrib.diloco, drjax._primitives.in_two_legs, drjax._planner.fences.
 """
 
 import importlib.util
@@ -25,7 +25,9 @@ pytestmark = [
         importlib.util.find_spec("libtpu") is None, reason="needs libtpu, its compiler"
     ),
 ]
-SIZE, LAYERS, BATCH, H, INNER = 512, 4, 128, 20, optax.adam(1e-3)
+SIZE, LAYERS, BATCH, H, INNER = 256, 4, 128, 20, optax.adam(1e-3)
+JITS = {"jax.jit": jax.jit, "drjax.jit": drjax.jit}
+WIRES = None, "bfloat16", "int8", "float4_e2m1fn"
 
 
 def step(state, batch):
@@ -39,10 +41,15 @@ def step(state, batch):
     return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
 
 
-def exchanges(fragments, delay, jit, **settings) -> list[Collective]:
-    """Those between two slices of four chips, in the compiled round."""
-    chips = machine.devices(Machine(platform="tpu", topology="v5e:2x2"), 2)
-    mesh = jax.sharding.Mesh(np.reshape(chips, (2, -1)), ("workers", "model"))
+def exchanges(
+    fragments, delay, jit, slices=2, axis: str | None = "model", **settings
+) -> list[Collective]:
+    """Those between slices of four chips, in the compiled round.
+
+    The chips of a slice divide layers (`model`), the batch (`data`), or nothing.
+    """
+    chips = machine.devices(Machine(platform="tpu", topology="v5e:2x2"), slices)
+    mesh = jax.sharding.Mesh(np.reshape(chips, (slices, -1)), ("workers", "chips"))
     params = {
         "first": jnp.zeros((SIZE, SIZE)),
         "layers": jnp.zeros((LAYERS, SIZE, SIZE)),
@@ -50,14 +57,18 @@ def exchanges(fragments, delay, jit, **settings) -> list[Collective]:
     if fragments == "scanned":
         fragments = diloco.fragments(params, 2, scanned="layers", apart="first")
     keywords: Any = dict(fragments=fragments, delay=delay, mixing=0.5) | settings
-    round_ = diloco.Round(step, 2, **keywords)
+    round_ = diloco.Round(step, slices, **keywords)
     first = {"params": params, "opt": INNER.init(params)}
     state = jax.eval_shape(round_.init, first)
-    batches = jax.ShapeDtypeStruct((2, H, BATCH, SIZE), jnp.float32)
+    batches = jax.ShapeDtypeStruct((slices, H, BATCH, SIZE), jnp.float32)
 
     def on(x, *lead):
-        model = (*[None] * (x.ndim - len(lead) - 1), "model") if x.ndim > 2 else ()
-        sharding = jax.NamedSharding(mesh, P(*lead, *model))
+        layer, batch = x.shape[-2:] == (SIZE, SIZE), x.shape[-2:] == (BATCH, SIZE)
+        divided = {"model": layer and -1, "data": batch and -2}.get(axis, 0)
+        spec = [*lead, *[None] * (x.ndim - len(lead))]
+        if divided:
+            spec[divided] = "chips"
+        sharding = jax.NamedSharding(mesh, P(*spec))
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     of_workers = lambda tree: jax.tree.map(lambda x: on(x, "workers"), tree)
@@ -69,14 +80,50 @@ def exchanges(fragments, delay, jit, **settings) -> list[Collective]:
     return [x for x in read_hlo(text, dict(mesh.shape)) if x.between_slices]
 
 
-@pytest.mark.parametrize("fragments", [2, "scanned"])
-def test_all_fragments_are_hidden_behind_the_delay(fragments):
-    sent = exchanges(fragments, 5, drjax.jit)
-    assert len(sent) == 2 and all(x.hidden for x in sent)
-    assert sum(x.result_bytes for x in sent) * 4 == 4 * SIZE * SIZE * (LAYERS + 1)
-    for x in sent:  # the steps of the delay, and no others
-        assert 5 in [loop.trip_count for loop in x.hidden_by]
+def trip_counts(sent: list[Collective]) -> list[list[int | None]]:
+    return [[loop.trip_count for loop in x.hidden_by] for x in sent]
 
 
-def test_without_a_delay_it_is_exposed():
-    assert not any(x.hidden for x in exchanges(2, 0, drjax.jit))
+@pytest.mark.parametrize("jit", JITS)
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("axis", ["model", "data", None])
+@pytest.mark.parametrize("slices", [2, 4, 8])
+def test_every_exchange_is_hidden(slices, axis, wire, jit):
+    sent = exchanges(2, 5, JITS[jit], slices, axis, wire=wire)
+    assert {x.asynchronous for x in sent} == {True}
+    assert {x.times for x in sent} == {1}
+    if wire is None:
+        assert {x.kind for x in sent} == {"all-reduce"}
+        whole = 4 * SIZE * SIZE * (LAYERS + 1)
+        assert sum(x.result_bytes for x in sent) * 4 == whole  # of four chips
+        steps = [[5]] * len(sent)
+    else:
+        assert [x.kind for x in sent] == ["all-to-all", "all-gather"] * 2
+        steps = [[3], [2]] * 2
+    # The steps of the delay, and no others; the loop over layers is inside of them.
+    assert trip_counts(sent) == steps
+    assert all(x.hidden_flops for x in sent)
+
+
+@pytest.mark.parametrize("jit", JITS)
+def test_fragments_of_scanned_layers_are_hidden(jit):
+    assert all(x.hidden for x in exchanges("scanned", 5, JITS[jit]))
+
+
+class TestWrongOrder:
+    """What is not hidden is reported as exposed."""
+
+    def test_without_a_delay(self):
+        assert not any(x.hidden for x in exchanges(2, 0, drjax.jit))
+
+    def test_of_two_collectives_one_after_the_other(self, monkeypatch):
+        monkeypatch.setattr(diloco, "is_divided", lambda partition: False)
+        sent = exchanges(2, 5, jax.jit, axis="data", wire="int8")
+        kinds = [x.kind for x in sent]
+        assert set(kinds) == {"all-to-all", "all-gather"}
+        assert [x.hidden for x in sent] == [x == "all-gather" for x in kinds]
+
+    def test_of_what_may_be_received_at_once(self, monkeypatch):
+        """Where the inner steps have collectives of their own, the compiler waits."""
+        monkeypatch.setattr(diloco, "received_after", lambda xs, *_, **__: xs)
+        assert not all(x.hidden for x in exchanges(2, 5, jax.jit))

@@ -10,6 +10,7 @@ Sharp edges: a partition that is Manual around the plan is refused, as a device 
 its own groups there.
 """
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,7 +33,9 @@ from drjax._plan import uses
 from drjax._plan.loops import takes_blocks
 from drjax._plan.schedule_moves import Sources
 from drjax._plan_file.batches import combines_itself
+from drjax._planner.fences import fenced_inputs
 from drjax._primitives.dispatch_cache import same_source
+from drjax._primitives.in_two_legs import received_after
 from drjax._primitives.map_fn import (
     lowers_by_vmap,
     prepare_group_jaxpr,
@@ -46,7 +49,7 @@ from drjax._sharding.execute import (
     undivided_if_uneven,
     with_shardings_of,
 )
-from drjax._sharding.layout import Layout, find_mesh, make_layout
+from drjax._sharding.layout import Layout, Placement, find_mesh, make_layout
 from drjax.backends._all_columns import run_columns
 from drjax.backends._interpret_plan import RULES, Environment, PlanInterpreter
 from drjax.backends.xla.chunked_stage import (
@@ -161,12 +164,33 @@ class MeshInterpreter(PlanInterpreter):
     def run_server(self, stage: Stage, env: Environment) -> None:
         # It may have run together with the round before it: `_reuse_accumulators`.
         if not any(value in env for value in stage.outputs):
-            args = env.read(stage.inputs)
+            args = self._received(stage, env)
             if self.layout is not None and has_folds(stage):
                 outs = run_with_folds(stage, args, self.layout)
             else:
                 outs = call(stage, args)
             env.write(stage.outputs, outs)
+
+    def _received(self, stage: Stage, env: Environment) -> list[Array]:
+        """Read what a stage takes; what a fence of it holds, after work of the groups.
+
+        So XLA receives it after that work. `fences.py` says what waits for what.
+        """
+        args, layout = env.read(stage.inputs), self.layout
+        work = [v for v in stage.after if v in env]
+        work = [v for v in work if jnp.issubdtype(v.dtype, jnp.floating)]
+        if layout is None or not work:
+            return args
+        least = env[min(work, key=lambda v: math.prod(v.shape))]
+        on: Placement = {"partition": layout.partition, "mesh": layout.mesh}
+        in_parts = {r.result for x in self.plan.rounds for r in x.reduces if r.sharded}
+        held = fenced_inputs(stage.jaxpr)
+        for sharded in (False, True):
+            late = [i for i in held if (stage.inputs[i] in in_parts) is sharded]
+            xs = received_after([args[i] for i in late], least, on, sharded)
+            for i, x in zip(late, xs, strict=True):
+                args[i] = x
+        return args
 
     def scatter(self, slices: Value, whole: GlobalArray) -> PartitionedArray:
         # A scatter is a matter of layout: the shard_map of the groups takes each
