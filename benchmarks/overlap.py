@@ -3,11 +3,12 @@
     python -m benchmarks.overlap --out benchmarks/results/overlap.md
 
 Each worker is a slice of TPU v5e, and workers exchange over the data center's network.
-The chips of a slice divide each layer, or (`data`) the batch of data.
-In `a round a call`, Streaming DiLoCo of `examples.algorithms`, a fragment is sent DELAY
-inner steps before it is received. In `a step a call`, trainers that compile one inner
-step send and apply a fragment in branches of that program. Nothing is run, and no TPU
-is needed: `pip install libtpu`. With `--schedule` the collectives of each are printed.
+The chips of a slice divide each layer (`model`), or the batch of data (`data`).
+In `a round a call`, Streaming DiLoCo by `drjax.contrib.diloco`, a fragment is sent
+DELAY inner steps before it is received. In `a step a call`, trainers that compile one
+inner step send and apply a fragment in branches of that program. The language models
+are those of `experiments`. Nothing is run, and no TPU is needed: `pip install libtpu`.
+With `--schedule` the collectives of each are printed.
 """
 
 import argparse
@@ -18,19 +19,29 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import drjax
 from benchmarks.report import table
 from drjax.compiled import Report, Total, totals
-from examples.algorithms import streaming_diloco
-from experiments import machine
-from experiments.config import Machine
+from drjax.compiled.hlo import Module
+from drjax.contrib import diloco
+from examples.common.transformer import mean_loss
+from experiments import config, machine, model
 
 SIZE, BATCH, STEPS, DELAY, FRAGMENTS, MIXING = 512, 128, 20, 5, 2, 0.5
 WIRES = None, "bfloat16", "int8", "float4_e2m1fn"
 INNER, OUTER = optax.adam(1e-3), optax.sgd(0.7, 0.9, nesterov=True)
+CONFIGS = Path(__file__).parents[1] / "configs/fig4"
+MODELS = {  # of `experiments`, and a slice that holds what a worker has
+    "350M": ("350m-n4.toml", "v5e:2x2"),
+    "1B": ("1b-n4.toml", "v5e:2x2"),
+    "8B": ("8b-n128.toml", "v5e:4x4"),
+}
+MODEL_STEPS, MODEL_DELAY, SEQUENCES, TOKENS = 6, 2, 8, 512
+PEAK = 197e12  # operations of a chip in a second: cloud.google.com/tpu/docs/v5e
 
 
 class Program(NamedTuple):
@@ -40,20 +51,30 @@ class Program(NamedTuple):
     args: tuple[Any, ...]
 
 
-def loss(params, data, key):
+def loss(params, data):
     """Of a model with a layer for each fragment."""
-    data = data + jax.random.normal(key)
     x = data
-    for (w,) in params:
+    for w in params:
         x = jnp.tanh(x @ w)
     return jnp.mean((x - data) ** 2)
 
 
+def inner_step(state: Any, data: Any) -> Any:
+    """A step of one worker: `(state, batch) -> (state, metrics)`."""
+    value, grads = jax.value_and_grad(loss)(state["params"], data)
+    updates, opt = INNER.update(grads, state["opt"], state["params"])
+    params = optax.apply_updates(state["params"], updates)
+    return {"params": params, "opt": opt}, value
+
+
 def a_round_a_call(workers: int, wire: str | None) -> Program:
     """A round: FRAGMENTS exchanges among STEPS steps."""
-    fn = streaming_diloco.make_round(loss, INNER, OUTER, workers, DELAY, MIXING, wire)
-    keys = lambda: jax.random.split(jax.random.key(0), (workers, STEPS))
-    return Program(fn, (*start(workers), data_of(workers), jax.eval_shape(keys)))
+    round_ = diloco.Round(
+        inner_step, workers, outer=OUTER, fragments=FRAGMENTS, delay=DELAY,
+        mixing=MIXING, wire=wire,
+    )  # fmt: skip
+    batches = jax.ShapeDtypeStruct((workers, STEPS, BATCH, SIZE), jnp.float32)
+    return Program(round_, (jax.eval_shape(round_.init, first_state()), batches))
 
 
 def a_step_a_call(workers: int, wire: str | None) -> Program:
@@ -61,31 +82,22 @@ def a_step_a_call(workers: int, wire: str | None) -> Program:
     interval = STEPS // FRAGMENTS
 
     @drjax.program(workers=workers)
-    def step(shared: Any, own: Any, sent: Any, data: Any, keys: Any, number: Any):
-        (theta, momentum), (theta_i, states) = map(list, shared), own
-
-        def inner_step(params: Any, state: Any, data: Any, key: Any) -> Any:
-            grads = jax.grad(loss)(params, data, key)
-            updates, state = INNER.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
-        theta_i, states = drjax.map_fn(inner_step, (theta_i, states, data, keys))
+    def step(shared: Any, own: Any, sent: Any, data: Any, number: Any):
+        theta, momentum = map(list, shared)
+        own, _ = drjax.map_fn(inner_step, (own, data))
+        theta_i = list(own["params"])
         for p in range(FRAGMENTS):
             received = ((p + 1) * interval) % STEPS
 
             def send(theta_p, theta_ip, _):
                 args = drjax.broadcast(theta_p), theta_ip
-                delta = drjax.map_fn(optax.tree.sub, args)
-                return drjax.reduce_mean(delta, wire=wire)
+                return drjax.reduce_mean(drjax.map_fn(jnp.subtract, args), wire=wire)
 
             def receive(theta_p, momentum_p, theta_ip, delta):
                 updates, momentum_p = OUTER.update(delta, momentum_p, theta_p)
                 theta_p = optax.apply_updates(theta_p, updates)
                 mix = lambda x, y: MIXING * x + (1 - MIXING) * y
-                mixed = drjax.map_fn(
-                    lambda x, y: jax.tree.map(mix, x, y),
-                    (theta_ip, drjax.broadcast(theta_p)),
-                )
+                mixed = drjax.map_fn(mix, (theta_ip, drjax.broadcast(theta_p)))
                 return theta_p, momentum_p, mixed
 
             due = number % STEPS == received - DELAY
@@ -95,58 +107,92 @@ def a_step_a_call(workers: int, wire: str | None) -> Program:
             due = number % STEPS == received
             kept = lambda *x: x[:-1]
             theta[p], momentum[p], theta_i[p] = jax.lax.cond(due, receive, kept, *args)
-        return (theta, momentum), (theta_i, states), sent
+        return (theta, momentum), own | {"params": theta_i}, sent
 
-    shared, own = start(workers)
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), workers))
+    first = first_state()
+    theta, momentum = first["params"], [*map(OUTER.init, first["params"])]
+    of_all = lambda x: jax.ShapeDtypeStruct((workers, *x.shape), x.dtype)
+    shared, own = jax.eval_shape(lambda: (theta, momentum)), jax.tree.map(of_all, first)
+    data = jax.ShapeDtypeStruct((workers, BATCH, SIZE), jnp.float32)
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    return Program(step, (shared, own, shared[0], data_of(workers), keys, number))
+    return Program(step, (shared, own, shared[0], data, number))
 
 
-def start(workers: int) -> Any:
-    """The types of what is shared, and of each worker's own state."""
-    theta = [[jax.ShapeDtypeStruct((SIZE, SIZE), jnp.float32)]] * FRAGMENTS
-    return jax.eval_shape(
-        lambda x: streaming_diloco.start(x, INNER, OUTER, workers), theta
-    )
-
-
-def data_of(workers: int) -> jax.ShapeDtypeStruct:
-    """A batch of each worker."""
-    return jax.ShapeDtypeStruct((workers, BATCH, SIZE), jnp.float32)
+def first_state() -> Any:
+    """Of one worker: a layer for each fragment, and the state of its optimizer."""
+    params = [jnp.zeros((SIZE, SIZE))] * FRAGMENTS
+    return {"params": params, "opt": INNER.init(params)}
 
 
 WAYS = {"a round a call": a_round_a_call, "a step a call": a_step_a_call}
 
 
-def mesh_of(slices: int, axis: str) -> jax.sharding.Mesh:
-    """A worker for each slice of four chips, which are along the axis."""
-    chips = machine.devices(Machine(platform="tpu", topology="v5e:2x2"), slices)
+def mesh_of(slices: int, axis: str, topology: str = "v5e:2x2") -> jax.sharding.Mesh:
+    """A worker for each slice, whose chips are along the axis."""
+    of = config.Machine(platform="tpu", topology=topology)
+    chips = machine.devices(of, slices)
     return jax.sharding.Mesh(chips.reshape(slices, -1), ("workers", axis))
 
 
 def compiled(
     way: str, slices: int, wire: str | None, jit: Callable, axis: str = "model"
-) -> Report:
+) -> jax.stages.Compiled:
     """Compile one of the programs, whose chips in a slice divide layers, or data."""
     mesh, (fn, args) = mesh_of(slices, axis), WAYS[way](slices, wire)
 
     def spec(x: jax.ShapeDtypeStruct) -> P:
-        of_worker = x.ndim and x.shape[0] == slices
-        layer = x.shape[-2:] == (SIZE, SIZE)
-        divided = {"model": (None, axis), "data": (axis,)}[axis]
-        batch = x.shape[-2:] == (BATCH, SIZE)
-        own = divided if (layer if axis == "model" else batch) else ()
-        return P(*["workers"] * bool(of_worker), *own)
+        lead = ["workers"] * (x.ndim > 0 and x.shape[0] == slices)
+        free: list[str | None] = [None] * (x.ndim - len(lead))
+        if axis == "model" and x.shape[-2:] == (SIZE, SIZE):
+            free[-1] = axis
+        if axis == "data" and x.shape[-2:] == (BATCH, SIZE):
+            free[-2] = axis
+        return P(*lead, *free)
 
+    on = lambda x: jax.NamedSharding(mesh, spec(x))
     typed = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec(x))
-        ),
-        args,
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on(x)), args
     )
     with jax.set_mesh(mesh):
-        return Report.of(jit(fn).lower(*typed).compile(), mesh)
+        return jit(fn).lower(*typed).compile()
+
+
+def compiled_model(name: str, slices: int, wire: str | None, jit: Callable) -> Report:
+    """Compile a round of a language model, tensor parallel over a slice, with SGD."""
+    file, topology = MODELS[name]
+    graph, params = model.shapes(config.load(CONFIGS / file).model)
+    mesh = mesh_of(slices, "model", topology)
+
+    def step(state: Any, tokens: Any) -> Any:
+        lengths = jnp.full(tokens.shape[0], TOKENS)
+        of = lambda params: mean_loss(nnx.merge(graph, params), tokens, lengths)[0]
+        value, grads = jax.value_and_grad(of)(state["params"])
+        sgd = lambda p, g: p - jnp.asarray(0.01, p.dtype) * g
+        return {"params": jax.tree.map(sgd, state["params"], grads)}, value
+
+    parts = diloco.fragments(params, FRAGMENTS, scanned="blocks")
+    round_ = diloco.Round(
+        step, slices, outer=OUTER, fragments=parts, delay=MODEL_DELAY, mixing=MIXING,
+        wire=wire,
+    )  # fmt: skip
+    state = jax.eval_shape(round_.init, {"params": params})
+
+    def on(x: Any, *spec: Any) -> Any:
+        sharding = jax.NamedSharding(mesh, P(*spec))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    def laid(tree: Any, *lead: str) -> Any:
+        one = lambda x: jax.ShapeDtypeStruct(x.shape[len(lead) :], x.dtype)
+        specs = model.specs(jax.tree.map(one, tree), "tensor parallel", "model")
+        return jax.tree.map(lambda x, spec: on(x, *lead, *spec), tree, specs)
+
+    workers = laid(state.workers, "workers")
+    state = diloco.State(laid(state.theta), laid(state.outer), workers)
+    shape = slices, MODEL_STEPS, SEQUENCES, TOKENS + 1
+    tokens = on(jax.ShapeDtypeStruct(shape, jnp.int32), "workers")
+    with jax.set_mesh(mesh):
+        lowered = jit(round_).lower(state, tokens)
+        return Report.of(lowered.compile(), mesh)
 
 
 def between_slices(report: Report) -> tuple[Total, Total]:
@@ -157,8 +203,53 @@ def between_slices(report: Report) -> tuple[Total, Total]:
     return every, hidden.get(True, Total(0, 0, 0, 0))
 
 
-def measure(slices: tuple[int, ...] = (2, 4), show: bool = False) -> list[list[str]]:
-    """The lines of the table."""
+def needed(report: Report) -> float | None:
+    """Gbit/s that a chip sends to other slices so that no step waits; None: it waits.
+
+    What is hidden by the same steps shares their time, that of their matrix products
+    at the chip's peak.
+    """
+    together: dict[Any, list[float]] = {}
+    for c in report.collectives:
+        if c.between_slices:
+            if not c.hidden_flops:
+                return None
+            sent = together.setdefault(c.hidden_by, [0.0, c.hidden_flops / PEAK])
+            sent[0] += 8e-9 * c.bytes
+    return max(gbits / seconds for gbits, seconds in together.values())
+
+
+def schedule(compiled: jax.stages.Compiled) -> str:
+    """What a chip does, in order: inner steps, and what goes between slices."""
+    module = Module(compiled.as_text() or "")
+
+    def events(computation: str) -> list[str]:
+        done: list[str] = []
+        for x in module.computations[computation]:
+            if x.opcode == "while":
+                done.append(f"{module.trip_count(x)} steps")
+            elif x.opcode in ("send", "recv-done"):
+                done.append({"send": "send", "recv-done": "receive"}[x.opcode])
+            elif x.opcode == "conditional":
+                done += max((events(name) for _, name in x.called), key=len)
+        return done
+
+    done = events(module.entry)
+    pairs = zip(done, ["", *done], strict=False)  # legs of several arrays are one
+    return ", ".join(x for x, before in pairs if x != before)
+
+
+def line(name: str, wire: str | None, report: Report) -> list[str]:
+    """A line of a table."""
+    every, hidden = between_slices(report)
+    share, gbits = hidden.bytes / every.bytes, needed(report)
+    counts = [f"{every.count}", f"{every.bytes:,}", f"{hidden.bytes:,}", f"{share:.0%}"]
+    link = "waits" if gbits is None else f"{gbits:,.2f}"
+    return [name, wire or "float32", *counts, link]
+
+
+def measure(slices: tuple[int, ...] = (2, 4, 8), show: bool = False) -> list[list[str]]:
+    """The lines of the table of small programs."""
     cells = [
         (n, way, axis, wire, name)
         for n in slices
@@ -171,28 +262,48 @@ def measure(slices: tuple[int, ...] = (2, 4), show: bool = False) -> list[list[s
     lines = []
     for n, way, axis, wire, name in tqdm(cells):
         jit = {"jax.jit": jax.jit, "drjax.jit": drjax.jit}[name]
-        report = compiled(way, n, wire, jit, axis)
+        report = Report.of(compiled(way, n, wire, jit, axis), mesh_of(n, axis))
         if show:
             print(n, way, axis, wire, name, report, sep="\n")
-        every, hidden = between_slices(report)
-        share = hidden.bytes / every.bytes
-        line = [f"{way}, {n} slices, {axis}, {name}", wire or "float32"]
-        line.append(f"{every.count}")
-        lines.append([*line, f"{every.bytes:,}", f"{hidden.bytes:,}", f"{share:.0%}"])
+        lines.append(line(f"{way}, {n} slices, {axis}, {name}", wire, report))
     return lines
 
 
-def markdown(lines: list[list[str]]) -> str:
-    """The table."""
-    columns = ["program", "numbers", "collectives", "sent", "hidden", "share"]
-    return (
+def measure_models(names: tuple[str, ...] = (*MODELS,)) -> list[list[str]]:
+    """The lines of the table of language models."""
+    return [
+        line(f"{name}, 2 slices", wire, compiled_model(name, 2, wire, drjax.jit))
+        for name in tqdm(names)
+        for wire in (None, "int8")
+    ]
+
+
+def markdown(lines: list[list[str]], models: list[list[str]]) -> str:
+    """The tables."""
+    columns = ["program", "numbers", "collectives", "sent", "hidden", "share", "Gbit/s"]
+    text = (
         f"JAX {jax.__version__}, the compiler for TPU v5e, 4 chips in a slice. "
         f"{FRAGMENTS} fragments of {SIZE * SIZE:,} parameters, {STEPS} inner steps in "
         f"a round, a delay of {DELAY}. Bytes are those that one chip sends between "
         "slices, for all fragments; hidden are those of collectives between whose "
-        "start and done the schedule has inner steps.\n\n"
+        "start and done the schedule has inner steps. Gbit/s are what a chip must "
+        "send and receive so that these steps do not wait, if their matrix products "
+        f"run at the chip's peak of {PEAK / 1e12:.0f} Tflop/s; at half of it, half.\n\n"
         f"{table(columns, lines)}\n"
     )
+    if models:
+        text += (
+            "\nThe language models of `experiments`, tensor parallel over a slice of 4 "
+            f"chips (8B: 16), {SEQUENCES} sequences of {TOKENS} tokens in a step, "
+            f"{MODEL_STEPS} steps in a round, a delay of {MODEL_DELAY}, by "
+            f"`drjax.jit`:\n\n{table(columns, models)}\n"
+        )
+    orders = [
+        [f"{way}, {wire or 'float32'}", schedule(compiled(way, 2, wire, jax.jit))]
+        for way, wire in (*((way, None) for way in WAYS), ("a round a call", "int8"))
+    ]
+    shown = table(["program", "schedule"], orders)
+    return f"{text}\nWhat a chip does, in order:\n\n{shown}\n"
 
 
 def main() -> None:
@@ -200,8 +311,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--schedule", action="store_true")
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=[*MODELS])
     args = parser.parse_args()
-    text = markdown(measure(show=args.schedule))
+    text = markdown(measure(show=args.schedule), measure_models(tuple(args.models)))
     if args.out:
         args.out.write_text(text)
     else:

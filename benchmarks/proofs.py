@@ -101,7 +101,7 @@ def hidden() -> dict[str, float]:
         "a round a call, 2 slices, model, drjax.jit": "divided model",
         "a step a call, 2 slices, model, jax.jit": "a step",
     }
-    shares = {tuple(line[:2]): float(line[5].rstrip("%")) for line in lines(OVERLAP, 6)}
+    shares = {tuple(line[:2]): float(line[5].rstrip("%")) for line in lines(OVERLAP, 7)}
     return {
         f"{name}, {dtype}": shares[program, dtype]
         for program, name in names.items()
@@ -292,6 +292,46 @@ def _hidden(ax: Axes) -> None:
     ax.set_title("Hidden behind inner steps", loc="left")
 
 
+def schedules() -> dict[str, list[tuple[str, int]]]:
+    """What a chip does in a round, in order: `(event, number of inner steps)`."""
+    result = {}
+    for name, cell in lines(OVERLAP, 2, "What a chip does"):
+        events = [x.split(" ") for x in cell.split(", ")]
+        result[name] = [(x[-1], int(x[0]) if x[-1] == "steps" else 0) for x in events]
+    return result
+
+
+def _schedule(ax: Axes) -> None:
+    """Inner steps of a round, and below them what is under way between slices."""
+    wait = 1.5  # of an exposed exchange, in inner steps: its time is not known
+    names = [*schedules()]
+    for y, events in enumerate(schedules().values()):
+        if not any(event == "steps" for event, _ in events):  # of one step's program
+            exchange = [(event, 0) for event in ("send", "receive")]
+            events = [("steps", 5), *exchange, ("steps", 10), *exchange, ("steps", 5)]
+        time, sent = 0.0, 0.0
+        for event, steps in events:
+            if event == "steps":
+                ax.barh(y, steps - 0.15, 0.3, time, color=BLUE)
+                time += steps
+            elif event == "send":
+                sent = time
+            else:
+                hidden = time > sent
+                time += 0 if hidden else wait
+                color = GREEN if hidden else ORANGE
+                ax.barh(y + 0.3, time - sent - 0.15, 0.2, sent, color=color)
+    for label, color in (
+        ("inner steps", BLUE), ("exchange, hidden", GREEN), ("exposed", ORANGE)
+    ):  # fmt: skip
+        ax.barh(0, 0, color=color, label=label)
+    ax.set_yticks(range(len(names)), names)
+    ax.invert_yaxis()
+    ax.set(xlabel="inner steps of a round")
+    ax.set_title("What a chip does", loc="left")
+    ax.legend(ncols=3, loc="upper center", bbox_to_anchor=(0.4, -0.25))
+
+
 PANELS = {  # of the page of benchmarks
     "times": _times,
     "collectives": _collectives,
@@ -299,6 +339,7 @@ PANELS = {  # of the page of benchmarks
     "planning": _planning,
     "ledgers": _ledgers,
     "hidden": _hidden,
+    "schedule": _schedule,
     "plan_files": _plan_files,
     "engine_rounds": _engine_rounds,
     "engines": _engines,
@@ -355,6 +396,12 @@ def summary() -> str:
             f"{hidden()['a round, float32']:.0f} % of the float32 bytes between "
             f"slices, and {hidden()['a round, int8']:.0f} % of int8; where each "
             f"step is a program {hidden()['a step, float32']:.0f} % "
+            "([schedules](#communication-behind-inner-steps)).",
+        ),
+        "schedule": (
+            "What a chip does",
+            "A fragment is under way while inner steps run, of int8 each exchange "
+            "in half of the delay; where a step is a program, between steps "
             "([schedules](#communication-behind-inner-steps)).",
         ),
         "plan_files": (

@@ -4,6 +4,7 @@ Covers: drjax.contrib.diloco, drjax._primitives.in_two_legs, drjax._planner.fenc
 """
 
 import importlib.util
+from functools import partial
 from typing import Any
 
 import jax
@@ -41,15 +42,19 @@ def step(state, batch):
     return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
 
 
+def mesh_of(slices):
+    chips = machine.devices(Machine(platform="tpu", topology="v5e:2x2"), slices)
+    return jax.sharding.Mesh(np.reshape(chips, (slices, -1)), ("workers", "chips"))
+
+
 def exchanges(
-    fragments, delay, jit, slices=2, axis: str | None = "model", **settings
+    fragments, delay, jit, slices=2, axis="model", **settings
 ) -> list[Collective]:
     """Those between slices of four chips, in the compiled round.
 
-    The chips of a slice divide layers (`model`), the batch (`data`), or nothing.
+    The chips of a slice divide each layer (`model`), or the batch (`data`).
     """
-    chips = machine.devices(Machine(platform="tpu", topology="v5e:2x2"), slices)
-    mesh = jax.sharding.Mesh(np.reshape(chips, (slices, -1)), ("workers", "chips"))
+    mesh = mesh_of(slices)
     params = {
         "first": jnp.zeros((SIZE, SIZE)),
         "layers": jnp.zeros((LAYERS, SIZE, SIZE)),
@@ -64,7 +69,7 @@ def exchanges(
 
     def on(x, *lead):
         layer, batch = x.shape[-2:] == (SIZE, SIZE), x.shape[-2:] == (BATCH, SIZE)
-        divided = {"model": layer and -1, "data": batch and -2}.get(axis, 0)
+        divided = {"model": layer and -1, "data": batch and -2}[axis]
         spec = [*lead, *[None] * (x.ndim - len(lead))]
         if divided:
             spec[divided] = "chips"
@@ -86,7 +91,7 @@ def trip_counts(sent: list[Collective]) -> list[list[int | None]]:
 
 @pytest.mark.parametrize("jit", JITS)
 @pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("axis", ["model", "data", None])
+@pytest.mark.parametrize("axis", ["model", "data"])
 @pytest.mark.parametrize("slices", [2, 4, 8])
 def test_every_exchange_is_hidden(slices, axis, wire, jit):
     sent = exchanges(2, 5, JITS[jit], slices, axis, wire=wire)
@@ -127,3 +132,48 @@ class TestWrongOrder:
         """Where the inner steps have collectives of their own, the compiler waits."""
         monkeypatch.setattr(diloco, "received_after", lambda xs, *_, **__: xs)
         assert not all(x.hidden for x in exchanges(2, 5, jax.jit))
+
+
+@pytest.mark.parametrize(
+    ("jit", "options", "hides"),
+    [
+        (drjax.jit, {}, True),
+        (jax.jit, {}, False),
+        (jax.jit, {"xla_tpu_enable_async_collective_fusion": "false"}, True),
+    ],
+    ids=["drjax.jit", "jax.jit", "jax.jit with the option"],
+)
+def test_a_program_of_ones_own_has_a_barrier(jit, options, hides):
+    """The lines of docs/explanation/saved_and_sent.md, where chips divide the model."""
+
+    def steps(count, worker, batches):
+        carry = {"params": worker, "opt": INNER.init(worker)}
+        return jax.lax.scan(step, carry, batches[:count])[0]["params"]
+
+    @drjax.program(workers=2)
+    def rounds(theta, batches):
+        worker = drjax.broadcast(theta)
+        for _ in range(2):
+            worker = drjax.map_fn(partial(steps, 5), (worker, batches))
+            mean = drjax.reduce_mean(worker)
+            worker = drjax.map_fn(partial(steps, 5), (worker, batches))
+            mean, worker = jax.lax.optimization_barrier((mean, worker))
+            mix = lambda x, y: jax.tree.map(lambda x, y: (x + y) / 2, x, y)
+            worker = drjax.map_fn(mix, (worker, drjax.broadcast(mean)))
+        return worker
+
+    mesh = mesh_of(2)
+
+    def on(shape, *spec):
+        sharding = jax.NamedSharding(mesh, P(*spec))
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+    theta = {
+        "first": on((SIZE, SIZE), None, "chips"),
+        "layers": on((LAYERS, SIZE, SIZE), None, None, "chips"),
+    }
+    batches = on((2, H, BATCH, SIZE), "workers")
+    with jax.set_mesh(mesh):
+        text = jit(rounds).lower(theta, batches).compile(options).as_text() or ""
+    sent = [x for x in read_hlo(text, dict(mesh.shape)) if x.between_slices]
+    assert sent and all(x.hidden for x in sent) is hides

@@ -292,6 +292,32 @@ def test_a_fragment_is_reduced_once_and_nothing_else_is_sent():
     assert plan.communication(devices=K).reduced_per_device() == sum(sizes)
 
 
+@pytest.mark.parametrize("jit", [jax.jit, drjax.jit], ids=["jax.jit", "drjax.jit"])
+@pytest.mark.parametrize("members", [{}, {"where": jnp.array(AWAY[0])}])
+def test_numbers_in_few_bits_are_those_of_one_exchange(jit, members, monkeypatch):
+    """In two legs behind the delay: the same bits, as bfloat16 has no blocks.
+
+    With members that are away, a sum is divided by their number before it is rounded in
+    the second leg, else after it.
+    """
+    settings: dict[str, Any] = dict(fragments=2, delay=3, mixing=0.5, wire="bfloat16")
+    results = []
+    for divided in (True, False):
+        if not divided:
+            monkeypatch.setattr(diloco, "is_divided", lambda partition: False)
+        round_ = diloco.Round(step, K, **settings)
+        with in_mesh_of({"workers": 2, "model": 2}):
+            state = round_.init(first_state())
+            args = state, jnp.asarray(BATCHES[0])
+            new, metrics = jit(round_)(*args, **members)
+            results.append((new.theta, new.outer, new.workers["opt"], metrics))
+            sent = read_hlo(hlo_text(jit(round_), *args), {"workers": 2, "model": 2})
+        kinds = [x.kind for x in sent if x.axes == ("workers",)]
+        assert kinds.count("all-to-all") == kinds.count("all-gather") > 0
+    for pair in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(*pair, rtol=2**-7 * bool(members), atol=0)
+
+
 def test_a_plan_of_diloco_is_one_round_that_takes_its_steps_once():
     round_ = diloco.Round(step, K)
     state = round_.init(first_state())

@@ -57,10 +57,20 @@ def test_memory_is_flat_and_engines_agree():
 
 
 def test_the_readme_says_what_is_hidden():
-    """All of float32, half of few bits, half of a divided model, nothing of steps."""
+    """All of float32, of few bits and of a divided model; nothing of steps."""
     shares, text = proofs.hidden(), (ROOT / "README.md").read_text()
-    assert [*map(round, shares.values())] == [100, 50, 50, 25, 0]
-    assert "compiler for TPUs hides all float32 bytes between slices" in text
+    assert [*map(round, shares.values())] == [100, 100, 100, 100, 0]
+    assert "compiler for TPUs hides all bytes between slices" in text
+    exchanges = [line for line in proofs.lines(proofs.OVERLAP, 7) if "round" in line[0]]
+    assert exchanges and {line[5] for line in exchanges} == {"100%"}
+
+
+def test_the_figure_of_a_schedule_is_that_of_the_table():
+    schedules = proofs.schedules()
+    events = schedules["a round a call, int8"]
+    exchange = [("steps", 5), ("send", 0), ("steps", 3), ("receive", 0), ("send", 0)]
+    assert events[:7] == [*exchange, ("steps", 2), ("receive", 0)]
+    assert sum(steps for _, steps in events) == 20
 
 
 def test_the_limits_of_the_readme_are_those_of_the_tables():

@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 import drjax
 from drjax.compiled import Collective, read_hlo
+from drjax.contrib import diloco
 from drjax.plan import Wire
-from examples.algorithms import streaming_diloco
 from experiments import machine
 from experiments.config import Machine
 from tests.helpers import cases, models
@@ -260,44 +260,41 @@ ASYNCHRONOUS: dict[str, str] = dict.fromkeys(
 )
 
 
-def streaming_round(
-    delay: int,
-    options: dict[str, str],
-    workers: int = 8,
-    slices: int = 1,
-    wire: str | None = None,
-) -> list[Collective]:
-    """The exchanges of workers in a round of Streaming DiLoCo with two fragments."""
-    mesh, size = tpu_mesh({"workers": workers, "model": 8 // workers}, slices), 256
+def streaming_round(options: dict[str, str]) -> list[Collective]:
+    """The exchanges of 8 workers in a round with two fragments and a delay of 5."""
+    mesh, size, inner = tpu_mesh({"workers": 8}), 256, optax.adam(1e-3)
 
-    def loss(params, data, key):
-        (a,), (b,) = params
-        data = data + jax.random.normal(key)
-        return jnp.mean((jnp.tanh(data @ a) @ b - data) ** 2)
+    def step(state, batch):
+        def loss(params):
+            a, b = params
+            return jnp.mean((jnp.tanh(batch @ a) @ b - batch) ** 2)
 
-    inner, outer = optax.adam(1e-3), optax.sgd(0.7, 0.9, nesterov=True)
-    train_round = streaming_diloco.make_round(
-        loss, inner, outer, workers, delay, 0.5, wire
-    )
-    params = [[jnp.zeros((size, size))], [jnp.zeros((size, size))]]
-    start = lambda x: streaming_diloco.start(x, inner, outer, workers)
-    data = jax.ShapeDtypeStruct((workers, 128, size), jnp.float32)
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), (workers, 20)))
-    args = *jax.eval_shape(start, params), data, keys
-    specs = P(), P("workers"), P("workers"), P("workers")
-    layout = tuple(jax.NamedSharding(mesh, spec) for spec in specs)
+        value, grads = jax.value_and_grad(loss)(state["params"])
+        updates, opt = inner.update(grads, state["opt"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt": opt}, value
+
+    round_ = diloco.Round(step, 8, fragments=2, delay=5, mixing=0.5)
+    params = [jnp.zeros((size, size))] * 2
+    first = {"params": params, "opt": inner.init(params)}
+    state = jax.eval_shape(round_.init, first)
+    batches = jax.ShapeDtypeStruct((8, 20, 128, size), jnp.float32)
+    of = lambda tree, *axes: jax.tree.map(lambda x: P(*axes), tree)
+    shared = of((state.theta, state.outer))
+    layout = diloco.State(*shared, of(state.workers, "workers"))
+    args = typed(mesh, (state, batches), (layout, P("workers")))
     with jax.set_mesh(mesh):
-        lowered = jax.jit(train_round, in_shardings=layout).lower(*args)
-        text = lowered.compile(options).as_text() or ""
-    sent = read_hlo(text, dict(mesh.shape))
-    return [c for c in sent if c.axes and "workers" in c.axes]
+        text = jax.jit(round_).lower(*args).compile(options).as_text() or ""
+    return list(read_hlo(text, dict(mesh.shape)))
 
 
 class TestDelayedSynchronization:
+    """Over the links of a slice; tests/contrib/test_diloco_overlap.py: between them."""
+
     pytestmark = on_tpus
 
     def test_overlaps_with_the_inner_steps_until_it_is_received(self):
-        sent = streaming_round(5, ASYNCHRONOUS)
+        sent = streaming_round(ASYNCHRONOUS)
         assert [c.kind for c in sent] == ["all-reduce"] * 2
         for c in sent:
             assert c.times == 1 and [x.trip_count for x in c.hidden_by] == [5]
@@ -305,26 +302,7 @@ class TestDelayedSynchronization:
             assert c.hidden_flops == 5 * 5 * 2 * 128 * 256 * 256
 
     def test_is_waited_for_without_the_options(self):
-        sent = streaming_round(5, {})
-        assert [c.asynchronous for c in sent] == [False] * 2
-
-    def test_between_slices_it_overlaps_without_options(self):
-        sent = streaming_round(5, {}, workers=2, slices=2)
-        assert [c.between_slices for c in sent] == [True] * 2
-        for c in sent:
-            assert [x.trip_count for x in c.hidden_by] == [5]
-            assert c.result_bytes == 256 * 256 * 4 // 4  # one of four chips
-
-    @pytest.mark.parametrize("wire", ["bfloat16", "int8", "float4_e2m1fn"])
-    def test_of_numbers_in_few_bits_the_second_exchange_overlaps(self, wire):
-        """Nothing is between the two, so that the first is exposed."""
-        sent = streaming_round(5, {}, workers=2, slices=2, wire=wire)
-        assert [c.kind for c in sent] == ["all-to-all", "all-gather"] * 2
-        assert [c.hidden for c in sent] == [False, True] * 2
-
-    def test_without_a_delay_it_is_exposed(self):
-        sent = streaming_round(0, {}, workers=2, slices=2)
-        assert [(c.asynchronous, c.hidden) for c in sent] == [(True, False)] * 2
+        assert [c.asynchronous for c in streaming_round({})] == [False] * 2
 
 
 # ---------------------------------------------------------------------------------
