@@ -4,6 +4,8 @@ Input: an `optimization_barrier` with several operands, global or partitioned. O
 `fence` of the server and one of each group, which share no stage. The parameter `after`
 of each has variables of the other one, for which it waits: `rounds.py` puts it into
 their round or a later one, so that a plan has the order of the program in every engine.
+What waits for groups is named in `Stage.after`, too, of which the XLA backend makes a
+dependency of data (`_primitives/in_two_legs.py`).
 In a local stage, copies of global values that it takes anyway pass the barrier, too, so
 that XLA keeps the order inside of one compiled function.
 

@@ -382,6 +382,8 @@ class Round:
       fragments: The number P of fragments, which are synchronized one after another in
         a round; or `diloco.fragments(...)`.
       delay: Inner steps between sending and receiving a fragment (tau), at most H / P.
+        The two collectives of a `wire` have half of them each, so that both are hidden
+        from two steps on.
       mixing: What a worker keeps of its own parameters when it receives (alpha).
       wire: The dtype that is sent, as for `drjax.reduce_sum`.
       params: Selects the parameters among the leaves of the train state. Default: the
