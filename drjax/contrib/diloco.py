@@ -596,7 +596,8 @@ class Round:
             sent, worker = jax.lax.optimization_barrier((sent, worker))  # in plans, too
             sent = complete(sent, wire, self.partition)
             worker, done = advance(worker, half, last)
-            mean = _parted(*late([sent], done), old)
+            (sent,) = late([sent], done)
+            mean = _parted(sent, old)
         else:
             mean = reduce(changed, wire=self.wire, **options)
             worker, done = advance(worker, last - self.delay, last)

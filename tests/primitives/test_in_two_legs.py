@@ -12,7 +12,7 @@ import pytest
 
 import drjax
 from drjax._primitives.in_two_legs import complete, is_divided, received_after
-from drjax._sharding.layout import find_mesh
+from drjax._sharding.layout import Placement, find_mesh
 from drjax.compiled import read_hlo
 from drjax.plan import Wire
 from tests.helpers.compiled import hlo_text
@@ -40,7 +40,7 @@ def of_partition(f):
 
 def in_two_legs(wire, partition, x):
     """The mean of x, and what groups do meanwhile: the result of the second leg."""
-    on = {"partition": partition, "mesh": find_mesh(partition)}
+    on: Placement = {"partition": partition, "mesh": find_mesh(partition)}
     mean = drjax.reduce_mean(x, wire=wire, result="sharded")
     work = drjax.map_fn(jnp.sin, x)
     (mean,) = received_after([mean], work, on, sharded=True)

@@ -280,8 +280,8 @@ def streaming_round(options: dict[str, str]) -> list[Collective]:
     state = jax.eval_shape(round_.init, first)
     batches = jax.ShapeDtypeStruct((8, 20, 128, size), jnp.float32)
     of = lambda tree, *axes: jax.tree.map(lambda x: P(*axes), tree)
-    shared = of((state.theta, state.outer))
-    layout = diloco.State(*shared, of(state.workers, "workers"))
+    theta, outer = of((state.theta, state.outer))
+    layout = diloco.State(theta, outer, of(state.workers, "workers"))
     args = typed(mesh, (state, batches), (layout, P("workers")))
     with jax.set_mesh(mesh):
         text = jax.jit(round_).lower(*args).compile(options).as_text() or ""
