@@ -243,7 +243,7 @@ def line(name: str, wire: str | None, report: Report) -> list[str]:
     """A line of a table."""
     every, hidden = between_slices(report)
     share, gbits = hidden.bytes / every.bytes, needed(report)
-    counts = [f"{every.count}", f"{every.bytes:,}", f"{hidden.bytes:,}", f"{share:.0%}"]
+    counts = [f"{every.count}", f"{every.bytes:,}", f"{share:.0%}"]
     link = "waits" if gbits is None else f"{gbits:,.2f}"
     return [name, wire or "float32", *counts, link]
 
@@ -280,7 +280,7 @@ def measure_models(names: tuple[str, ...]) -> list[list[str]]:
 
 def markdown(lines: list[list[str]], models: list[list[str]]) -> str:
     """The tables."""
-    columns = ["program", "numbers", "collectives", "sent", "hidden", "share", "Gbit/s"]
+    columns = ["program", "numbers", "collectives", "sent", "hidden", "Gbit/s"]
     text = (
         f"JAX {jax.__version__}, the compiler for TPU v5e, 4 chips in a slice. "
         f"{FRAGMENTS} fragments of {SIZE * SIZE:,} parameters, {STEPS} inner steps in "

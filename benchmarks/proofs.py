@@ -101,7 +101,7 @@ def hidden() -> dict[str, float]:
         "a round a call, 2 slices, model, drjax.jit": "divided model",
         "a step a call, 2 slices, model, jax.jit": "a step",
     }
-    shares = {tuple(line[:2]): float(line[5].rstrip("%")) for line in lines(OVERLAP, 7)}
+    shares = {tuple(line[:2]): float(line[4].rstrip("%")) for line in lines(OVERLAP, 6)}
     return {
         f"{name}, {dtype}": shares[program, dtype]
         for program, name in names.items()
