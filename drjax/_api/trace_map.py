@@ -36,6 +36,7 @@ from drjax._partition import Partition
 from drjax._primitives.dispatch_cache import shared_jaxpr
 from drjax._primitives.map_fn import broadcast_consts, map_fn_p, trace_group
 from drjax._sharding.execute import as_operand
+from drjax._sharding.group_mesh import explicit_inside
 from drjax._sharding.layout import Layout, make_layout
 
 
@@ -94,9 +95,11 @@ def _trace(
         what, fix = f"the result of {name}", "Return arrays, numbers or None."
         return [as_array("map_fn", what, *leaf, fix) for leaf in paths]
 
+    run = explicit_inside(flat_fn)
+
     check_plain_function("drjax.map_fn", fn)
     try:
-        jaxpr, consts = trace_group(flat_fn, avals, layout, name)
+        jaxpr, consts = trace_group(run, avals, layout, name)
     except DrjaxError:
         raise
     except (NameError, NotImplementedError, TypeError, ValueError) as error:

@@ -9,6 +9,7 @@ from typing import Any
 from drjax._plan.as_text import bytes_as_text
 from drjax._planner.cost import cost_of_stage, costs, saved_as_text
 from drjax._primitives.reduce_ops import REDUCE_OPS
+from drjax._sharding.group_mesh import as_text
 from drjax.plan import (
     Broadcast,
     Columns,
@@ -55,6 +56,8 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
     yield f"{plan.name}: {over}"
     yield f"  takes    {_signature(plan.inputs)}"
     yield f"  returns  {_signature(plan.outputs)}"
+    if plan.group_mesh:
+        yield f"  needs    {as_text(plan.group_mesh)} devices for each group"
     server, group = costs(plan)
     if server.saved or group.saved:
         yield f"  saves    {saved_as_text(server, group)}, at most, for later rounds"

@@ -175,6 +175,15 @@ class Plan(Record):
         below += [body.levels[1:] for step in self.steps for body in step.bodies]
         return own + max(below, key=len, default=())
 
+    @property
+    def group_mesh(self) -> tuple[tuple[str, int], ...]:
+        """Names and sizes of the axes of the mesh that each group needs.
+
+        Such as `(("model", 4),)`; () if a group runs on one device. See the argument
+        `group_mesh` of `drjax.make_plan`.
+        """
+        return next((stage.mesh for _, stage in self.stages() if stage.mesh), ())
+
     def stages(self) -> Iterator[tuple[str, Stage]]:
         """All stages in the order in which they run, as `(location, stage)` pairs.
 

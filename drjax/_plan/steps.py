@@ -68,6 +68,8 @@ class Stage(Step):
       after: Of a stage of the server, partitioned values that are computed before what
         it takes of reductions counts as received: while groups compute these, what was
         sent may be under way. A plan file has them not.
+      mesh: Names and sizes of the axes of the mesh that one group's work needs, as
+        `(("model", 4),)`; () if one device runs it.
     """
 
     name: str
@@ -79,6 +81,7 @@ class Stage(Step):
     over: tuple[Partition, ...] = ()
     work: tuple[int, int] | None = None
     after: tuple[Value, ...] = ()
+    mesh: tuple[tuple[str, int], ...] = ()
 
     bodies = ()
 

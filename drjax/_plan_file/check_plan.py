@@ -319,15 +319,17 @@ def check_batches(plan: Plan) -> None:
         if stage.empty:
             continue
         function = batched_of(stage).function
+        # On a mesh, one group runs at a time.
+        b = 1 if stage.mesh else None
         takes = [(x.shape, x.dtype) for x in exported_of(stage).consts]
-        takes += [((None,), np.dtype(bool)), ((None,), np.dtype(np.int32))]
-        takes += map(_of_batch, stage.inputs)
+        takes += [((b,), np.dtype(bool)), ((b,), np.dtype(np.int32))]
+        takes += [_of_batch(v, b) for v in stage.inputs]
         gives = [
             (r.source.shape, np.dtype(REDUCE_OPS[r.op].accumulator(r.source.dtype)))
             for r in a_round.partials
         ]
         gives += [_raw(v) for fold in a_round.folds for v in fold.sources]
-        gives += [_of_batch(v) for v in stage.outputs if v.name in kept]
+        gives += [_of_batch(v, b) for v in stage.outputs if v.name in kept]
         for avals, types in ((function.in_avals, takes), (function.out_avals, gives)):
             if [*map(_with_open_batch, avals)] != types:
                 raise ValueError("a batch has other types than the round needs")
@@ -338,10 +340,10 @@ def _raw(value: Value) -> tuple[tuple[int, ...], Any]:
     return raw.shape, raw.dtype
 
 
-def _of_batch(value: Value) -> tuple[tuple[int | None, ...], Any]:
-    """The type that a batched function has for a value; None: the number of groups."""
+def _of_batch(value: Value, b: int | None) -> tuple[tuple[int | None, ...], Any]:
+    """The type that a batched function has for a value of b groups; None: of any b."""
     shape, dtype = _raw(value)
-    return ((None, *shape) if value.partitioned else shape), dtype
+    return ((b, *shape) if value.partitioned else shape), dtype
 
 
 def _with_open_batch(aval: Aval) -> tuple[tuple[int | None, ...], Any]:

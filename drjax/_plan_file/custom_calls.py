@@ -7,8 +7,9 @@ XLA calls such code by its name, with operands that the file chooses. `ALLOWED` 
 those that `plan.save` writes for programs without kernels: linear algebra, a
 permutation, allocation and placement, and names that XLA replaces by StableHLO. Not in
 it, though `jax.export` counts them as stable: kernels, which are code of their own
-(`tpu_custom_call`, `mosaic_gpu_v2`), `tf.call_tf_function`, and shardings, as stages
-have no mesh. Whatever runs Python is refused, also if a user allows it by name.
+(`tpu_custom_call`, `mosaic_gpu_v2`), `tf.call_tf_function`, and shardings, which JAX
+writes as operations of Shardy. Whatever runs Python is refused, also if a user allows
+it by name.
 
 Invariants: `check_allowed` reads what the manifest declares, before the code of any
 stage is read; `check_declared` then compares that with the code.
@@ -29,6 +30,7 @@ from jaxlib.mlir.dialects import sdy, stablehlo
 
 from drjax._errors import PlanFileError
 from drjax._plan.normal_form import exported_stages
+from drjax._sharding.group_mesh import MeshAxes
 from drjax.plan import Plan
 
 _OF_JAX = {"shape_assertion"}  # checked when shapes become known
@@ -138,15 +140,27 @@ def custom_calls_in(stablehlo_code: bytes) -> set[str]:
     called, and so do operations that exchange data with the host, such as
     `stablehlo.infeed`. The shape assertions that JAX adds do not count.
     """
-    names = set()
+    return calls_and_meshes_in(stablehlo_code)[0]
+
+
+def calls_and_meshes_in(stablehlo_code: bytes) -> tuple[set[str], set[MeshAxes]]:
+    """Return `custom_calls_in`, and the meshes over which the code is sharded.
+
+    An empty mesh, as of values that are replicated, does not count.
+    """
+    names, meshes = set[str](), set[MeshAxes]()
 
     def collect(op: ir.Operation) -> ir.WalkResult:
         if op.name == "stablehlo.custom_call":
             names.add(ir.StringAttr(op.attributes["call_target_name"]).value)
         elif op.name in _OF_HOST:
             names.add(op.name)
+        elif op.name == "sdy.mesh":
+            mesh = sdy.MeshAttr(op.attributes["mesh"])
+            axes = [sdy.MeshAxisAttr(axis) for axis in mesh.axes]
+            meshes.add(tuple((axis.name, axis.size) for axis in axes))
         return ir.WalkResult.ADVANCE
 
     with parsed_module(stablehlo_code) as module:
         module.operation.walk(collect)
-    return names - _OF_JAX
+    return names - _OF_JAX, meshes - {()}

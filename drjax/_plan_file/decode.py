@@ -48,6 +48,7 @@ from drjax._plan_file.step_fields import (
 )
 from drjax._planner.open_groups import fixed_by
 from drjax._planner.stage_values import new_value
+from drjax._sharding.group_mesh import MeshAxes
 from drjax.plan import Plan, Stage, Step, Value, Wire
 
 # From names to the values of the plan that have these names, in order.
@@ -267,8 +268,10 @@ class _StageReader:
         jaxpr = self._jaxpr(inputs, outputs, exported, local) if self.run else None
         counts = json_values.items(data.get("work", [0, 0]))
         operations, again = map(json_values.count, counts)
-        work = operations, again
-        return Stage(name, inputs, outputs, jaxpr, exported, over=over, work=work)
+        work, mesh = (operations, again), _mesh(data, local)
+        return Stage(
+            name, inputs, outputs, jaxpr, exported, over=over, work=work, mesh=mesh
+        )
 
     def _jaxpr(
         self,
@@ -288,12 +291,12 @@ class _StageReader:
 
     def _shared(self, data: dict[str, Any], member: str, local: bool) -> ExportedStage:
         """Return the `ExportedStage` of a stage, read once for those that share it."""
-        keys = ("name", "member", "consts", "custom_calls", "in_turn")
+        keys = ("name", "member", "consts", "custom_calls", "in_turn", "mesh")
         key = json.dumps([local, *(data.get(key) for key in keys)])
         if key not in self._exported:
             self._exported[key] = self._exported_stage(data, member, local)
             if self.run:
-                _check_code(data["name"], self._exported[key])
+                _check_code(data["name"], self._exported[key], _mesh(data, local))
         return self._exported[key]
 
     def _exported_stage(
@@ -337,7 +340,18 @@ class _StageReader:
         return self._members[name]
 
 
-def _check_code(name: str, exported: ExportedStage) -> None:
+def _mesh(data: dict[str, Any], local: bool) -> MeshAxes:
+    """Return the mesh that a stage needs, from its JSON data: names and sizes."""
+    axes = [json_values.items(axis) for axis in json_values.items(data.get("mesh", []))]
+    mesh = tuple((json_values.text(n), json_values.count(size)) for n, size in axes)
+    if mesh and not (local and all(size for _, size in mesh)):
+        raise ValueError(f"stage {data['name']} has a mesh that no group has")
+    if len(dict(mesh)) != len(mesh):
+        raise ValueError(f"stage {data['name']} has a mesh with an axis twice")
+    return mesh
+
+
+def _check_code(name: str, exported: ExportedStage, mesh: MeshAxes) -> None:
     """Deserialize the code of a stage, and check that it is what the manifest says.
 
     `ValueError`: the functions make other custom calls than it declares, or the
@@ -347,6 +361,8 @@ def _check_code(name: str, exported: ExportedStage) -> None:
     parts = [f for f in (exported.per_group, exported.batched) if f]
     called = [function.custom_calls for function in parts]
     check_declared(name, exported.custom_calls, called)
+    if any(function.meshes - {mesh} for function in parts):
+        raise ValueError(f"stage {name} runs on another mesh than it is said to")
     for function in parts:
         # JAX runs the .jexp, which was checked; other runtimes run the .mlirbc.
         if function.function.mlir_module_serialized != function.stablehlo:

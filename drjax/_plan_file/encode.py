@@ -172,6 +172,8 @@ class _Writer:
         data |= {"member": member, "consts": consts, "custom_calls": calls}
         cost = cost_of_stage(stage)
         data["work"] = [round(cost.operations), round(cost.rematerialized)]
+        if stage.mesh:
+            data["mesh"] = [list(axis) for axis in stage.mesh]
         if exported.batched is None:
             return data
         # The keys of the manifest are a file format: "in_turn" stays.

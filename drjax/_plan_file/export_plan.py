@@ -174,7 +174,7 @@ class _Export:
         if code is None or combined is None:
             return export()
         inputs = tuple((v.dtype, v.axis, v.partitioned) for v in stage.inputs)
-        key = stage.name, bool(stage.over), code, inputs, combined
+        key = stage.name, bool(stage.over), stage.mesh, code, inputs, combined
         if key not in self._known:
             self._known[key] = export()
         return self._known[key]

@@ -12,6 +12,7 @@ Sharp edges: the batched function is exported for a symbolic number of groups. W
 cannot batch the work for that, its groups run one after another (`sequential`).
 """
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,10 +26,11 @@ from drjax._compat.types import Array
 from drjax._errors import PlanFileError
 from drjax._jaxprs.eval_jaxpr import evaluate
 from drjax._jaxprs.prng_keys import from_raw, is_key, raw_type, to_raw
-from drjax._plan_file.batches import OverGroups, combined, sequential
+from drjax._plan_file.batches import OverGroups, combined, over_groups, sequential
 from drjax._plan_file.custom_calls import custom_calls_in
 from drjax._plan_file.exported_stage import PLATFORMS, ExportedFunction, ExportedStage
 from drjax._plan_file.stage_features import features_of
+from drjax._sharding.group_mesh import lowering_for
 from drjax.plan import Fold, Reduce, Stage, Value
 
 _HOISTED = 1024  # constants of so many bytes are members of the file
@@ -79,7 +81,8 @@ class Exporter:
         batch, the groups of a batch run one after another in it.
         """
         one, calls = self._export("one", self._per_group, [_GROUP, *self._types])
-        (b,) = export.symbolic_shape("b")
+        # JAX infers no shapes in code for several devices: of one group they are known.
+        b = 1 if self.stage.mesh else export.symbolic_shape("b")[0]
         many = lambda t: jax.ShapeDtypeStruct((b, *t.shape), t.dtype)
         types = [many(_MASK), many(_GROUP)] + [
             many(t) if value.partitioned else t
@@ -92,7 +95,10 @@ class Exporter:
 
         # vmap of a draw from an rbg key raises nothing, but yields other bits.
         in_turn = features_of(self.stage.jaxpr, self.location).sequential
-        if not in_turn:
+        if self.stage.mesh:
+            over_one = functools.partial(over_groups, self.stage, count=1)
+            batched, more = batch(lambda fn, axes: over_one(fn, axes=axes))
+        elif not in_turn:
             try:
                 batched, more = batch(jax.vmap)
             # An error with another cause is raised again by the sequential export.
@@ -204,7 +210,10 @@ class Exporter:
         try:
             # Other runtimes pass all inputs: jit would remove unused parameters.
             jitted = jax.jit(run, keep_unused=True)
-            with _compat.frames_in_locations(0):  # file names of this machine stay out
+            with (
+                _compat.frames_in_locations(0),  # file names of this machine stay out
+                lowering_for(self.stage.mesh, self.stage.jaxpr),
+            ):
                 exported = export.export(jitted, platforms=PLATFORMS)(*consts, *types)
             data = bytes(exported.serialize()), bytes(exported.mlir_module_serialized)
         except (KeyError, NotImplementedError, TypeError, ValueError) as error:

@@ -29,7 +29,8 @@ from jax import export
 
 from drjax._compat.types import Array
 from drjax._errors import PlanFileError
-from drjax._plan_file.custom_calls import custom_calls_in
+from drjax._plan_file.custom_calls import calls_and_meshes_in
+from drjax._sharding.group_mesh import MeshAxes
 from drjax.plan import Stage
 
 PLATFORMS = ("cpu", "cuda", "tpu")
@@ -74,13 +75,18 @@ class ExportedFunction:
         return self._read[0]
 
     @property
+    def meshes(self) -> set[MeshAxes]:
+        """The meshes that its code names, which is deserialized first."""
+        return self._read[2]
+
+    @property
     def custom_calls(self) -> set[str]:
         """The names of the custom calls in the code, which is deserialized first."""
         return self._read[1]
 
     @functools.cached_property
-    def _read(self) -> tuple[export.Exported, set[str]]:
-        """The deserialized function, and the names of the custom calls in its code.
+    def _read(self) -> tuple[export.Exported, set[str], set[MeshAxes]]:
+        """The deserialized function, and the custom calls and meshes in its code.
 
         The bytes are deserialized when the property is first read. `PlanFileError`:
         this version of JAX cannot read them.
@@ -88,7 +94,7 @@ class ExportedFunction:
         try:
             function = export.deserialize(bytearray(self.exported))
             # Of the code that will run, whatever the manifest declares.
-            return function, custom_calls_in(function.mlir_module_serialized)
+            return function, *calls_and_meshes_in(function.mlir_module_serialized)
         except Exception as error:
             raise PlanFileError(
                 f"This JAX, {jax.__version__}, cannot read {self.source}: "

@@ -4,7 +4,8 @@ Input: a function and its arguments. Output: a `drjax.plan.Plan`.
 
     function -> jaxpr -> InlinedJaxpr -> Environment (kinds) -> LocalWork -> Plan
 
-Invariants: the function is traced without a mesh, once. Sharp edges: a rewrite
+Invariants: the function is traced without a mesh, once; or for the mesh of one group,
+twice if it closes over that. Sharp edges: a rewrite
 (explicit communication, rematerialization) adds equations, so partitioning is inferred
 again after each one.
 """
@@ -16,10 +17,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 from drjax import _compat
 from drjax._compat.types import ClosedJaxpr, Eqn, PyTree, PyTreeDef
-from drjax._context import planned
+from drjax._context import group_mesh, planned
 from drjax._error_texts import called_in_two_steps, misplaced
 from drjax._errors import DrjaxError, DrjaxTypeError, PlanError
 from drjax._jaxprs.elementwise import ELEMENTWISE
@@ -48,12 +50,16 @@ from drjax._planner.secure_cotangents import demand_of_cotangents
 from drjax._planner.side_by_side import separate
 from drjax._primitives.moves import partitions_of
 from drjax._primitives.registration import BLOCKS
+from drjax._sharding import group_mesh as group_meshes
 from drjax._sharding.planning_context import outside_meshes, trace_without_mesh
 from drjax.plan import Plan
 
 
 def make_plan(
-    fn: Callable, partitioned: PyTree = None, open_groups: bool = False
+    fn: Callable,
+    partitioned: PyTree = None,
+    open_groups: bool = False,
+    group_mesh: Mesh | AbstractMesh | None = None,
 ) -> Callable[..., Plan]:
     """Turn a program into its normal form: server, broadcast, groups, reduce.
 
@@ -70,6 +76,11 @@ def make_plan(
         with it, or decides by it, is refused. A number in the code of `fn`, such as `/
         100`, is no symbol: write `drjax.partition_size()`. Default: the plan is for n
         groups only.
+      group_mesh: The mesh of one group, an `AbstractMesh` or a `Mesh`, if a group needs
+        several devices: mapped functions name its axes in `with_sharding_constraint`,
+        `reshard` or `jax.shard_map`. All of its axes are Auto, or all Explicit. No
+        device is needed here; a worker needs as many as the mesh has. Default: the mesh
+        that mapped functions close over; if they name none, one device.
 
     Returns:
       A function that takes the arguments of `fn` (or `jax.ShapeDtypeStruct`s with
@@ -77,9 +88,10 @@ def make_plan(
 
     Raises:
       PlanError: The function has no plan: it mixes the groups' slices other than by a
-        drjax reduction, or is bound to a mesh. With `open_groups`, something in it
-        depends on n, as a gather does, or the derivative of a mean; or its code
-        computes with n. The message names the equation and its source line.
+        drjax reduction, or is bound to a mesh outside of the groups' work, or to
+        several meshes. With `open_groups`, something in it depends on n, as a gather
+        does, or the derivative of a mean; or its code computes with n. The message
+        names the equation and its source line.
 
     Example:
       >>> import drjax, jax, jax.numpy as jnp
@@ -93,18 +105,30 @@ def make_plan(
     Source: Rush et al. 2024, section 5.
     """
     check_planned("drjax.make_plan", fn, partitioned)
+    mesh = None if group_mesh is None else group_meshes.checked(group_mesh)
 
     @functools.wraps(fn)
     def planner(*args: PyTree, **kwargs: PyTree) -> Plan:
-        plan = plan_once(*args, **kwargs)
-        if not open_groups:
-            return plan
-        # As often as needed: each of these traces has a number of groups of its own.
-        jaxpr_of = lambda args, kwargs: trace(fn, partitioned, args, kwargs).closed
-        return opened(plan, plan_once, jaxpr_of, args, kwargs)
+        with group_meshes.planning_for(mesh):
+            traced = trace(fn, partitioned, args, kwargs)
+            own = None if mesh else group_meshes.mesh_in(traced.closed)
+            if own is not None:
+                return make_plan(fn, partitioned, open_groups, own)(*args, **kwargs)
+            plan = plan_of_trace(traced, args, kwargs)
+            if mesh is not None:
+                _check_group_mesh(plan, mesh)
+            if not open_groups:
+                return plan
+            # As often as needed: each trace has a number of groups of its own.
+            jaxpr_of = lambda args, kwargs: trace(fn, partitioned, args, kwargs).closed
+            return opened(plan, plan_once, jaxpr_of, args, kwargs)
 
     def plan_once(*args: PyTree, **kwargs: PyTree) -> Plan:
-        traced = trace(fn, partitioned, args, kwargs)
+        return plan_of_trace(trace(fn, partitioned, args, kwargs), args, kwargs)
+
+    def plan_of_trace(
+        traced: Traced, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> Plan:
         # Backends compare the structure of later arguments with this one.
         in_tree = jax.tree_util.tree_structure((args, kwargs))
         name = function_name(getattr(fn, "__name__", "program"))
@@ -119,6 +143,25 @@ def make_plan(
         )
 
     return planner
+
+
+def _check_group_mesh(plan: Plan, mesh: AbstractMesh) -> None:
+    """Raise `PlanError` if the mesh of a group is that of the groups, or not used."""
+    axes = group_meshes.as_text(group_meshes.axes_of(mesh))
+    own = () if plan.partition is None else plan.partition.mesh_axes
+    if shared := sorted(set(own) & set(mesh.axis_names)):
+        raise PlanError(
+            f"The mesh of one group, {axes}, has {shared}, the mesh axis of the groups "
+            f"of {plan.partition}: a plan is free of the devices that they are on. "
+            "Pass a mesh of the other axes to drjax.make_plan(..., group_mesh=), and "
+            "name its axes alone in the functions, as in P('model')."
+        )
+    if not plan.group_mesh:
+        raise PlanError(
+            f"group_mesh= has the axes {axes}, but no function of a group names one: "
+            "all of its devices would compute the same. Shard values in them, as by "
+            f"jax.lax.with_sharding_constraint(w, P({mesh.axis_names[0]!r}))."
+        )
 
 
 def check_planned(caller: str, fn: object, partitioned: PyTree) -> None:
@@ -167,15 +210,22 @@ def trace(
         raise DrjaxTypeError(f"A function is planned for arrays. {text}.")
     try:
         make = jax.make_jaxpr(fn, return_shape=True)
-        closed, out = trace_without_mesh(lambda: make(*args, **kwargs))
+        if group_mesh.value is None:
+            closed, out = trace_without_mesh(lambda: make(*args, **kwargs))
+        else:
+            closed, out = make(*args, **kwargs)
     except (RuntimeError, ValueError) as error:
         # Others are the program's own, or say how to fix it themselves.
         own = isinstance(error, DrjaxError) or not _compat.is_about_a_mesh(error)
-        if mesh.empty or own:
+        if own or (mesh.empty and group_mesh.value is None):
             raise
+        needs = "the mesh in context"
+        if group_mesh.value is not None:
+            needs = "another mesh than group_mesh="
         raise PlanError(
-            "The function needs the mesh in context, perhaps for a sharding constraint "
-            "or a shard_map in the work of a group. A plan is free of devices; "
+            f"The function needs {needs}, perhaps for a sharding constraint "
+            "or a shard_map in the work of a group. A plan is free of devices: pass "
+            "the mesh of one group to drjax.make_plan(..., group_mesh=). "
             f"drjax.jit plans the function with its mesh. ({error})"
         ) from error
     return Traced(
@@ -381,12 +431,12 @@ def find_partitions(program: InlinedJaxpr) -> list[Partition]:
             )
         # Under drjax.jit the mesh is known, and `planned` is set.
         bound = eqn.params.get("mesh") is not None or eqn.primitive.name in _MESH_BOUND
-        if bound and not planned.value:
+        if bound and (group_mesh.value is not None or not planned.value):
             raise PlanError(
                 f"{eqn.primitive.name} at {source_line(eqn)} is bound to a "
                 "mesh. A plan is free of devices: leave out mesh= of the program and "
-                "of its blocks, and plan it without shard_map and sharding "
-                "constraints; drjax.jit plans the function with its mesh."
+                "of its blocks, and shard_map and sharding constraints outside of "
+                "mapped functions; drjax.jit plans the function with its mesh."
             )
         # Calls are inlined and loops have plans; other equations hide their jaxprs.
         hidden = any(map(uses_blocks, _compat.jaxprs_in(eqn.params)))

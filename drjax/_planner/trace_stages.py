@@ -18,6 +18,7 @@ import numpy as np
 from drjax import _compat, primitives
 from drjax._compat.jax_types import Literal
 from drjax._compat.types import Array, Atom, ClosedJaxpr, Eqn, Var
+from drjax._context import group_mesh
 from drjax._jaxprs.walk import variables
 from drjax._partition import Partition
 from drjax._planner import group_index
@@ -38,6 +39,7 @@ from drjax._planner.stage_values import (
 )
 from drjax._planner.unbatching.core import drop
 from drjax._primitives.map_columns import evaluate_columns
+from drjax._sharding.group_mesh import axes_of, is_bound
 from drjax.plan import Stage, Value
 
 T = TypeVar("T")
@@ -333,4 +335,6 @@ def _stage(
     avals_out: list[Any] = jaxpr.out_avals
     for aval, value in zip(avals_out, outputs, strict=True):
         assert (aval.shape, aval.dtype) == (value.shape, value.dtype), (aval, value)
-    return Stage(name, tuple(inputs), tuple(outputs), jaxpr, over=over)
+    mesh = group_mesh.value
+    mesh = axes_of(mesh) if mesh is not None and is_bound(jaxpr) else ()
+    return Stage(name, tuple(inputs), tuple(outputs), jaxpr, over=over, mesh=mesh)

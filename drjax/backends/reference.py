@@ -16,6 +16,7 @@ Partitioned values are stacks of slices along axis 0 inside, whatever `Value.axi
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -28,6 +29,7 @@ from drjax._jaxprs.eval_jaxpr import as_arrays
 from drjax._jaxprs.prng_keys import from_raw, to_raw
 from drjax._planner.arguments import flat_inputs
 from drjax._primitives.reduce_ops import REDUCE_OPS
+from drjax._sharding.group_mesh import in_local_mesh
 from drjax.backends import _locate_failure, _python_loops
 from drjax.backends._all_columns import run_columns
 from drjax.backends._interpret_plan import RULES, Environment, PlanInterpreter
@@ -159,10 +161,14 @@ class _GroupByGroup(PlanInterpreter):
         # Nothing is returned; but a callback or print must still run.
         if stage.empty and not stage.jaxpr.effects:
             return
-        outs = [
-            self._run_group(group, stage, env, location)
-            for group in range(self.plan.size)
-        ]
+        call = lambda *inputs: _call(stage, [*inputs])
+        # Shardings mean nothing to one equation after another.
+        call = jax.jit(call) if stage.mesh else call
+        with in_local_mesh(stage.mesh):
+            outs = [
+                self._run_group(group, stage, env, location, call)
+                for group in range(self.plan.size)
+            ]
         for value, slices in zip(stage.outputs, zip(*outs, strict=True), strict=True):
             env[value] = _stack(slices)
 
@@ -186,11 +192,17 @@ class _GroupByGroup(PlanInterpreter):
         return jnp.asarray(move_slices(move, slices, index))
 
     def _run_group(
-        self, group: int, stage: Stage, env: Environment, location: str
+        self,
+        group: int,
+        stage: Stage,
+        env: Environment,
+        location: str,
+        call: Callable[..., list[Array]],
     ) -> list[Array]:
         """Return one group's slice of each output of the local stage, in order.
 
-        `location`, the round and the plan as text, is for errors.
+        `call` runs the stage for a group, unless it has an inner level. `location`, the
+        round and the plan as text, is for errors.
         """
         # A local stage takes the group index first.
         inputs = [np.int32(group)]
@@ -199,8 +211,8 @@ class _GroupByGroup(PlanInterpreter):
             inputs.append(x[group] if value.partitioned else x)
         try:
             # The groups of an inner level run one at a time, too.
-            if stage.inner is None:
-                outs = _call(stage, inputs)
+            if stage.inner is None or stage.mesh:
+                outs = call(*inputs)
             else:
                 outs = _run(stage.inner, inputs, self.check_nans)
         except Exception as error:

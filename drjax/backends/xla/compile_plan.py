@@ -112,6 +112,8 @@ def run_flat(
     groups work at once; None: all; a `step_size.Fit`, a budget of memory: as many as
     fit, for which the plan is compiled several times. `mesh` None: the one in context.
     """
+    if plan.group_mesh:
+        step = 1  # as its code is in a plan file
     if isinstance(step, step_size.Fit):
         step = fitted({"recompute": plan}, step.budget, mesh).step
     return MeshInterpreter(plan, layout_of(plan, mesh), step, mesh)(inputs)

@@ -22,7 +22,7 @@ from drjax.engines.core.block_size import BlockSize
 from drjax.engines.core.combine import Totals, finish
 from drjax.engines.core.executable_plan import ExecutablePlan, scatter
 from drjax.engines.core.job import Job
-from drjax.engines.core.messages import File, refuse_secure_sums
+from drjax.engines.core.messages import File, refuse_group_mesh, refuse_secure_sums
 from drjax.engines.core.options import EngineOptions
 from drjax.engines.core.stage_results import check_survivors
 from drjax.engines.slices.groups import Groups, Lazy, flat_slices
@@ -61,6 +61,7 @@ def split(
             "have."
         )
     refuse_secure_sums(plan)
+    refuse_group_mesh(plan, "Beam")
     _check_one_round(plan)
     executable = ExecutablePlan(plan)
     (a_round,) = executable.plan.rounds

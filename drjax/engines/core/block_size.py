@@ -65,7 +65,8 @@ class BlockSize:
         # groups of the batch before it reduces them.
         at_once = sum(map(_bytes, (*own, *stage.outputs)))
         least = _READ if one_by_one else _SENT
-        self.batch = max(1, _BYTES // max(least, at_once))
+        # On a mesh of its own, one group runs at a time.
+        self.batch = 1 if stage.mesh else max(1, _BYTES // max(least, at_once))
         of_group = sum(map(_bytes, (*own, *kept)))
         sent = sum(map(_bytes, a_round.combined))
         # Without a lower bound on bytes, scalars for each group would make blocks of

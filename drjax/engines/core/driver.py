@@ -118,6 +118,8 @@ class Runner:
             refuse_secure_sums(plan)
         # First, as it may refuse its arguments, and exporting a plan takes long.
         self.kept = KeptResults(plan, keep, engine, options)
+        if plan.group_mesh:
+            engine.check_mesh(plan.group_mesh)
         self.plan, self.engine, self.options = plan, engine, options
         self.executable = ExecutablePlan(plan)
         self._owner = owner

@@ -22,6 +22,7 @@ import numpy as np
 
 from drjax._errors import DrjaxValueError
 from drjax._plan.normal_form import rounds_of
+from drjax._sharding.group_mesh import as_text, devices_of
 from drjax.plan import Plan, Round, Value
 
 
@@ -221,3 +222,17 @@ def refuse_secure_sums(plan: Plan) -> None:
                     "processes see slices of the groups. Run the plan on Flower, or "
                     "leave out secure=True."
                 )
+
+
+def refuse_group_mesh(plan: Plan, engine: str) -> None:
+    """Raise a `DrjaxValueError` for a plan whose groups need several devices each.
+
+    Engines call it whose workers are not asked how many devices they have.
+    """
+    if axes := plan.group_mesh:
+        raise DrjaxValueError(
+            f"{plan.name} runs each group on a mesh of {as_text(axes)}, and {engine} "
+            "runs a group on one device. Run the plan on Ray, with devices_per_group="
+            f"{devices_of(axes)}, or in this process; or plan it without the shardings "
+            "in its mapped functions."
+        )

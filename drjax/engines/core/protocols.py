@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from drjax._sharding.group_mesh import MeshAxes
 from drjax.engines.core.job import Job
 from drjax.engines.core.messages import Block, BlockResult, File, Task, WorkerState
 from drjax.engines.core.options import EngineOptions
@@ -75,6 +76,13 @@ class Engine(Protocol):
 
     def open(self) -> None:
         """Start the workers, unless they run already."""
+        ...
+
+    def check_mesh(self, axes: MeshAxes) -> None:
+        """Raise a `MeshError` unless each worker has the devices for these axes.
+
+        It is called for plans alone whose groups need a mesh, when they are compiled.
+        """
         ...
 
     def results(self, call: StageCall) -> Results:

@@ -32,6 +32,7 @@ from drjax._plan.normal_form import rounds_of
 from drjax._plan_file.exported_stage import ExportedFunction, batched_of, exported_of
 from drjax._plan_file.load import plan_from_bytes
 from drjax._primitives.reduce_ops import REDUCE_OPS, Running, is_compensated
+from drjax._sharding.group_mesh import in_local_mesh
 from drjax.engines.core.encoded_partials import encode_partials, fits, wire_of
 from drjax.engines.core.messages import (
     Block,
@@ -86,7 +87,8 @@ class LoadedPlan:
         stage, in order, here and below. What is raised is no single group's failure:
         the stage failed.
         """
-        with jax.enable_x64(self.file.x64):
+        mesh = self._stages[task.stage].stage.mesh
+        with jax.enable_x64(self.file.x64), in_local_mesh(mesh):
             return self._run(task, shared)
 
     def _run(self, task: Task, shared: list[np.ndarray]) -> BlockResult:
@@ -151,7 +153,7 @@ class LoadedPlan:
         """
         start, block = time.perf_counter(), task.block
         stage, compiled = self._stages[task.stage], None
-        with jax.enable_x64(self.file.x64):
+        with jax.enable_x64(self.file.x64), in_local_mesh(stage.stage.mesh):
             for i in np.flatnonzero(block.valid):
                 function = stage.per_group
                 args = stage.args_of_group(block, shared, int(i))
@@ -222,7 +224,18 @@ class CompiledStage:
         the partial reductions, then the leaves of the block's states for folds, `[*s]`,
         then the slices `[b, ...]` of each output that is read later.
         """
+        if self.stage.mesh:
+            return functools.partial(self._on_mesh, *exported_of(self.stage).consts)
         return self._compiled(batched_of(self.stage))
+
+    @functools.cached_property
+    def _on_mesh(self) -> Any:
+        """The batched function, compiled for the group's mesh, which is in context.
+
+        The compiler chooses how its operands and results are sharded.
+        """
+        function = batched_of(self.stage).function
+        return jax.jit(function.call).lower(*function.in_avals).compile()
 
     @functools.cached_property
     def per_group(self) -> functools.partial:
@@ -250,17 +263,38 @@ class CompiledStage:
         It is `batched`, with the `Running` reductions of the batches before as its
         first argument, whose memory it takes; they are what it returns first.
         """
-        call = batched_of(self.stage).function.call
+        call, count = batched_of(self.stage).function.call, len(self.reduces)
+
+        def add(running: list[Running], outs: Sequence[Any]) -> list[Running]:
+            return [x.add(y) for x, y in zip(running, outs, strict=True)]
 
         def run(running: list[Running], *args: Any) -> tuple[list[Running], list[Any]]:
             outs = call(*args)
-            added = [x.add(y) for x, y in zip(running, outs, strict=False)]
-            return added, [*outs[len(running) :]]
+            return add(running, outs[:count]), [*outs[count:]]
 
+        if self.stage.mesh:
+            # Apart, so that sums stay sharded as the results of a group are.
+            add_ = jax.jit(add, donate_argnums=0)
+
+            def run_on_mesh(running: list[Running], *args: Any) -> tuple:
+                outs = self.batched(*args)
+                return add_(running, outs[:count]), outs[count:]
+
+            return run_on_mesh
         compiled = jax.jit(run, donate_argnums=0)
         return lambda running, *args: compiled(
             running, *exported_of(self.stage).consts, *args
         )
+
+    def _placed(self, shared: list[np.ndarray]) -> list[Any]:
+        """Put the global inputs on the device, or as the code needs them on a mesh."""
+        places: list[Any] = [None] * len(shared)
+        if self.stage.mesh:
+            inputs = self.stage.inputs
+            shardings = self._on_mesh.input_shardings[0][-len(inputs) :]
+            pairs = zip(inputs, shardings, strict=True)
+            places = [s for v, s in pairs if not v.partitioned]
+        return list(map(jax.device_put, shared, places))
 
     def run_block(
         self, block: Block, shared: list[np.ndarray], size: int
@@ -272,7 +306,7 @@ class CompiledStage:
         batches = -(-len(block.groups) // size)
         if batches > 1:
             # Once, and not for each batch.
-            shared = list(map(jax.device_put, shared))
+            shared = self._placed(shared)
         # Not for one batch: to make them takes longer than a small stage.
         running = self._identities(batches) if batches > 1 else []
         count, first, states = len(self.reduces), [], []
@@ -303,10 +337,15 @@ class CompiledStage:
     def _identities(self, batches: int) -> list[Running]:
         """Return the running reductions over no groups."""
         types = batched_of(self.stage).function.out_avals
+        places: Any = [None] * len(types)
+        if self.stage.mesh:
+            places = self._on_mesh.output_shardings
         running = []
-        for reduce, x in zip(self.reduces, types, strict=False):
+        for reduce, x, place in zip(self.reduces, types, places, strict=False):
             identity = REDUCE_OPS[reduce.op].identity(x.dtype)
-            make = lambda y, x=x: jax.numpy.full(x.shape, y, x.dtype)
+            make = lambda y, x=x, place=place: jax.numpy.full(
+                x.shape, y, x.dtype, device=place
+            )
             excess = make(0) if is_compensated(reduce, batches) else None
             running.append(Running(reduce.op, make(identity), excess))
         return running

@@ -31,7 +31,13 @@ from drjax._extras import needed
 from drjax._partition import integer_of
 from drjax.engines.core import pool_scheduler
 from drjax.engines.core.driver import Runner
-from drjax.engines.core.messages import BlockResult, File, Task, WorkerState
+from drjax.engines.core.messages import (
+    BlockResult,
+    File,
+    Task,
+    WorkerState,
+    refuse_group_mesh,
+)
 from drjax.engines.core.options import EngineOptions
 from drjax.engines.core.protocols import Results, StageCall
 from drjax.engines.flower import (
@@ -118,8 +124,8 @@ def compile(
     Raises:
       EngineError: Flower is not installed; (when called) a client failed or sent a
         reply that does not fit the plan, or too few survive.
-      DrjaxTypeError, DrjaxValueError: A wrong option; a plan that needs slices; `nodes`
-        are not n different ids.
+      DrjaxTypeError, DrjaxValueError: A wrong option; a plan that needs slices, or runs
+        a group on several devices; `nodes` are not n different ids.
 
     Example:
       The server of an app; `client` makes the other half.
@@ -135,6 +141,7 @@ def compile(
     needed("flwr.app", "flower", "drjax.backends.flower")
     # A client is one group, and cannot run another's.
     checked = replace(EngineOptions.checked(**options), block_size=1)
+    refuse_group_mesh(plan, "Flower")
     client_data.refuse_other_partitions(plan)
     client_data.check_slices_stay(plan, Keep(plan, keep), checked)
     secure_sums.check_plan(plan, secure_range)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from drjax._sharding.group_mesh import MeshAxes, local_mesh
 from drjax.engines.core import pool_scheduler, worker
 from drjax.engines.core.driver import Runner
 from drjax.engines.core.messages import BlockResult, File, Task, WorkerState
@@ -48,6 +49,7 @@ def compile(
     Raises:
       EngineError: (when called) a group failed, or too few survive.
       DrjaxTypeError, DrjaxValueError: A wrong option.
+      MeshError: A group needs more devices than this process has.
 
     Example:
       >>> import drjax, jax.numpy as jnp
@@ -75,6 +77,9 @@ class InProcess:
 
     def open(self) -> None:
         pass
+
+    def check_mesh(self, axes: MeshAxes) -> None:
+        local_mesh(axes)
 
     def results(self, call: StageCall) -> Results:
         return pool_scheduler.results(self, call)

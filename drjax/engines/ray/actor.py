@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 
 from drjax.engines.core import worker
@@ -119,3 +120,8 @@ class Worker:
     def state(self) -> WorkerState:
         """Return what the worker is doing, also while `run` runs in another thread."""
         return worker.state()
+
+    def devices(self) -> tuple[int, str]:
+        """Return how many devices the worker has, and of which platform."""
+        devices = jax.local_devices()
+        return len(devices), devices[0].platform

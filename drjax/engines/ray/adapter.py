@@ -25,8 +25,9 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any, TypeAlias
 
-from drjax._errors import EngineError
+from drjax._errors import EngineError, MeshError
 from drjax._extras import needed
+from drjax._sharding.group_mesh import MeshAxes, devices_of, lack_of_devices
 from drjax.engines.core import pool_scheduler
 from drjax.engines.core.driver import Runner
 from drjax.engines.core.messages import BlockResult, Task, WorkerState
@@ -57,6 +58,7 @@ def compile(
     workers: "int | Actors" = 2,
     address: str | None = None,
     ray_options: dict[str, Any] | None = None,
+    devices_per_group: int | None = None,
     keep: dict[Any, Any] | None = None,
     **options: Any,
 ) -> Runner:
@@ -72,6 +74,9 @@ def compile(
       address: The address of a Ray cluster, as for `ray.init`.
       ray_options: Options of the actors, as for an actor's `.options()`: `num_gpus`,
         `resources`, `runtime_env`, ... Default: one CPU each.
+      devices_per_group: How many devices each worker has for the mesh of a group: GPUs
+        or TPUs if Ray's cluster has some, else virtual devices of the CPU. Default: as
+        many as `plan.group_mesh` needs. See `Actors`.
       keep: Which partitioned results are arguments of the next call: a dict from
         results to arguments. `{1: 0}` means that element 1 of what the function returns
         is positional argument 0 of the next call, both counted from 0. The function
@@ -88,6 +93,8 @@ def compile(
       EngineError: Ray is not installed; (when called) a group failed, or too few
         survive.
       DrjaxTypeError, DrjaxValueError: A wrong option; the plan has a secure sum.
+      MeshError: A worker has fewer devices than the mesh of a group. The workers of
+        such a plan start here, and are asked.
 
     Example:
       >>> import drjax, jax.numpy as jnp
@@ -98,9 +105,17 @@ def compile(
       ...     print(run(jnp.arange(4.0)))
       1.5
     """
-    owner = not isinstance(workers, Actors)
-    actors = Actors(workers, address, ray_options) if owner else workers
-    return Runner(plan, actors, EngineOptions.checked(**options), owner, keep=keep)
+    owner, checked = not isinstance(workers, Actors), EngineOptions.checked(**options)
+    if not owner:
+        return Runner(plan, workers, checked, owner=False, keep=keep)
+    if devices_per_group is None:
+        devices_per_group = devices_of(plan.group_mesh)
+    actors = Actors(workers, address, ray_options, devices_per_group)
+    try:
+        return Runner(plan, actors, checked, keep=keep)
+    except BaseException:
+        actors.close()
+        raise
 
 
 class _Connection:
@@ -211,6 +226,20 @@ class _Connection:
             _starters.clear()
 
 
+def _devices(
+    count: int, resources: dict[str, float]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Choose how a worker gets so many devices, by what Ray's cluster has.
+
+    The result is options of the actor, and variables of its environment.
+    """
+    if "GPU" in resources:
+        return {"num_gpus": count}, {}
+    if "TPU" in resources:
+        return {"resources": {"TPU": count}}, {}
+    return {}, {"JAX_NUM_CPU_DEVICES": str(count)}
+
+
 # Connections of this process: those that are in use, and those that have started Ray.
 _open, _starters = set[_Connection](), set[_Connection]()
 
@@ -224,6 +253,11 @@ class Actors(Keeping):
         machine, which is started if the process is not connected to one.
       ray_options: A dict of options of the actors, as for an actor's `.options()`:
         `num_gpus`, `resources`, `runtime_env`, ... Default: one CPU each.
+      devices_per_group: How many devices each actor has, for plans whose groups need a
+        mesh. If Ray's cluster has GPUs or TPUs, each actor gets so many of them, else
+        so many virtual devices of the CPU; `ray_options` with `num_gpus` or `resources`
+        are used as they are, and those with a `runtime_env` set the number of virtual
+        devices themselves, by `JAX_NUM_CPU_DEVICES` in its `env_vars`.
 
     Attributes:
       workers: The number of actors.
@@ -240,9 +274,11 @@ class Actors(Keeping):
         workers: int,
         address: str | None = None,
         ray_options: dict[str, Any] | None = None,
+        devices_per_group: int = 1,
     ):
         super().__init__()
         self.workers = checked_integer("workers", workers, 1)
+        self.devices = checked_integer("devices_per_group", devices_per_group, 1)
         self.generation, self.stays = 0, "kept"
         self._options: dict[str, Any] = ray_options or {}
         self._connection = _Connection(address, self._reset)
@@ -283,13 +319,19 @@ class Actors(Keeping):
         Ray delays the start of an actor until the resources for it are free. The actor
         is not recorded: the caller does that.
         """
+        ray = self._connection.live()
         flags = f"{os.environ.get('XLA_FLAGS', '')} {_ONE_THREAD}".strip()
         # A single worker may use all cores.
-        environment = {"env_vars": {"XLA_FLAGS": flags} if self.workers > 1 else {}}
+        variables = {"XLA_FLAGS": flags} if self.workers > 1 else {}
+        devices: dict[str, Any] = {}
+        if self.devices > 1 and not {"num_gpus", "resources"} & {*self._options}:
+            devices, virtual = _devices(self.devices, ray.cluster_resources())
+            variables |= virtual
         # The user's options come last: they replace these, `runtime_env` included.
-        options = {"num_cpus": 1, "runtime_env": environment, **self._options}
+        environment = {"runtime_env": {"env_vars": variables}}
+        options = {"num_cpus": 1, **environment, **devices, **self._options}
         # A second thread in each actor, to answer `state` while `run` runs.
-        kind = self._connection.live().remote(concurrency_groups={"asked": 1})(Worker)
+        kind = ray.remote(concurrency_groups={"asked": 1})(Worker)
         # No restarts by Ray: a new actor must be sent the plan file again.
         return kind.options(max_restarts=0, **options).remote()
 
@@ -326,6 +368,21 @@ class Actors(Keeping):
         new = self._start()
         self._placement.replace(actor, new)
         self._wait_until_started([new])  # its start is no part of a block's time
+
+    def check_mesh(self, axes: MeshAxes) -> None:
+        fix = f"Pass devices_per_group={devices_of(axes)}."
+        if text := lack_of_devices(axes, self.devices, "each worker", fix):
+            raise MeshError(text)
+        self.open()
+        asked = [_ask(actor.devices) for actor in self._placement.workers]
+        for count, kind in self._connection.live().get(asked):
+            fix = (
+                f'Give it more: by ray_options, as {{"num_gpus": {devices_of(axes)}}}, '
+                "with a JAX that uses GPUs; on CPUs by JAX_NUM_CPU_DEVICES in the "
+                "env_vars of its runtime_env."
+            )
+            if text := lack_of_devices(axes, count, f"a worker on {kind}", fix):
+                raise MeshError(text)
 
     def states(self) -> list[WorkerState]:
         states, errors = [], self._ray.exceptions

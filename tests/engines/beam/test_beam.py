@@ -30,7 +30,7 @@ import drjax
 from drjax.backends import beam
 from drjax.backends.parquet import Parquet
 from drjax.engines.beam import file_sinks
-from tests.helpers import example_rounds
+from tests.helpers import example_rounds, tensor_parallel
 from tests.helpers.cases import CASES
 from tests.helpers.conformance import (
     Conformance,
@@ -346,6 +346,8 @@ def test_options():
         "Beam takes no timeout",
         lambda: beam.compile(weighted_plan(3), timeout=3.0),
     )
+    text = "and Beam runs a group on one device"
+    raises(drjax.DrjaxValueError, text, beam.compile, tensor_parallel.plan("auto"))
     wrong = lambda: beam.compile(weighted_plan(3), workers=0)
     raises(drjax.DrjaxValueError, "workers must be an integer from 1, got 0", wrong)
 

@@ -5,8 +5,10 @@ Covers: drjax.engines.beam.one_round, drjax.engines.core.executable_plan.
 
 import pickle
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import drjax
 from drjax.backends import Groups
@@ -101,4 +103,15 @@ def test_secure_sums_are_refused():
     total = drjax.program(clients=5)(lambda x: drjax.reduce_sum(x, secure=True))
     text = "no process but a group's own may see its slice. This engine's processes"
     plan, options = drjax.make_plan(total)(X), EngineOptions()
+    raises(drjax.DrjaxValueError, text, one_round.split, plan, (...,), options)
+
+
+def test_groups_on_several_devices_are_refused():
+    auto = jax.sharding.AxisType.Auto
+    mesh = jax.sharding.AbstractMesh((2,), ("model",), axis_types=(auto,))
+    shard = lambda x: jax.lax.with_sharding_constraint(x, P("model"))
+    total = lambda x: drjax.reduce_sum(drjax.map_fn(shard, x))
+    make = drjax.make_plan(drjax.program(clients=5)(total), group_mesh=mesh)
+    plan, options = make(np.ones((5, 2), np.float32)), EngineOptions()
+    text = "runs each group on a mesh of model=2, and Beam runs a group on one device"
     raises(drjax.DrjaxValueError, text, one_round.split, plan, (...,), options)

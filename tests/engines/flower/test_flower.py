@@ -29,7 +29,7 @@ from tests.engines.flower.clients import (
     as_in_a_server_app,  # noqa: F401
     federation,
 )
-from tests.helpers import example_rounds
+from tests.helpers import example_rounds, tensor_parallel
 from tests.helpers.conformance import (
     check_example,
     runs,
@@ -230,6 +230,11 @@ def test_a_stage_without_data_of_the_clients():
 
     plan = drjax.make_plan(numbered)(np.float32(2))
     assert flower.compile(plan, Grid(load, 3), start=0.5)(np.float32(2)) == 6
+
+
+def test_groups_on_several_devices_are_refused():
+    plan, text = tensor_parallel.plan("auto"), "and Flower runs a group on one device"
+    raises(drjax.DrjaxValueError, text, flower.compile, plan, Grid(load, 5))
 
 
 def test_structures_and_arguments():
