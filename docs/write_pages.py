@@ -36,7 +36,7 @@ GROUPS = {  # of the gallery, in its order
 PART = re.compile(
     r"^<!-- part: ([^\n]+) -->\n(?:.*?)^<!-- end of part -->$", re.M | re.S
 )
-LANGUAGES = {".py": "python", ".sh": "bash"}
+LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml"}
 
 
 def reproductions() -> list[Path]:

@@ -111,7 +111,7 @@ def make_plan(
     def planner(*args: PyTree, **kwargs: PyTree) -> Plan:
         with group_meshes.planning_for(mesh):
             traced = trace(fn, partitioned, args, kwargs)
-            own = None if mesh else group_meshes.mesh_in(traced.closed)
+            own = None if mesh else group_meshes.mesh_in(traced.closed, True)
             if own is not None:
                 return make_plan(fn, partitioned, open_groups, own)(*args, **kwargs)
             plan = plan_of_trace(traced, args, kwargs)

@@ -11,6 +11,7 @@ Sharp edges: only work of groups may name these axes. The server has no mesh.
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
@@ -120,12 +121,15 @@ def is_bound(jaxpr: ClosedJaxpr | OpenJaxpr) -> bool:
     return _compat.has_primitive(jaxpr, tuple(_BOUND))
 
 
-def mesh_in(jaxpr: ClosedJaxpr | OpenJaxpr) -> AbstractMesh | None:
+def mesh_in(
+    jaxpr: ClosedJaxpr | OpenJaxpr, mapped_only: bool = False
+) -> AbstractMesh | None:
     """Return the mesh that code names; None: none. Two meshes are a `PlanError`.
 
-    It is Explicit if its axes are so anywhere: elsewhere they are Auto.
+    It is Explicit if its axes are so anywhere: elsewhere they are Auto. With
+    `mapped_only`, only functions count that building blocks in the code map.
     """
-    meshes = set(_meshes_in(jaxpr))
+    meshes = set(_meshes_in(jaxpr, mapped_only))
     if len(named := {axes_of(mesh) for mesh in meshes}) > 1:
         shown = " and ".join(sorted(map(as_text, named)))
         raise PlanError(
@@ -139,18 +143,23 @@ def mesh_in(jaxpr: ClosedJaxpr | OpenJaxpr) -> AbstractMesh | None:
     return max(meshes, key=lambda mesh: (known(mesh), explicit(mesh)), default=None)
 
 
-def _meshes_in(jaxpr: ClosedJaxpr | OpenJaxpr) -> Iterator[AbstractMesh]:
+def _meshes_in(
+    jaxpr: ClosedJaxpr | OpenJaxpr, mapped_only: bool
+) -> Iterator[AbstractMesh]:
     for eqn in _compat.open_jaxpr(jaxpr).eqns:
-        if (name := _BOUND.get(eqn.primitive.name)) is not None:
-            value = eqn.params[name]
+        name = eqn.primitive.name
+        if not mapped_only and name in _BOUND:
+            value = eqn.params[_BOUND[name]]
             mesh = getattr(value, "mesh", value)
             abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
             if not abstract.empty:
                 yield abstract
         # In a shard_map, its axes are Manual.
-        if eqn.primitive.name != "shard_map":
+        if name != "shard_map":
             for inner in _compat.jaxprs_in(eqn.params):
-                yield from _meshes_in(inner)
+                yield from _meshes_in(
+                    inner, mapped_only and "partition" not in eqn.params
+                )
 
 
 # -------------------------------------------------------------------------------------
@@ -181,6 +190,7 @@ def lack_of_devices(axes: MeshAxes, devices: int, where: str, fix: str) -> str:
     )
 
 
+@functools.cache
 def local_mesh(axes: MeshAxes) -> Mesh:
     """Make a mesh of the first devices of this process; `MeshError`: it has too few."""
     devices = jax.local_devices()

@@ -237,7 +237,7 @@ def test_sharding_constraint():
 
     text = refused(constrained, X)
     assert text.startswith("sharding_constraint at ") and "test_refusals.py" in text
-    assert "without shard_map and sharding constraints" in text
+    assert "shard_map and sharding constraints outside of mapped functions" in text
 
 
 def test_errors_of_a_function_on_a_mesh_stay():

@@ -25,7 +25,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any, TypeAlias
 
-from drjax._errors import EngineError, MeshError
+from drjax._errors import DrjaxValueError, EngineError, MeshError
 from drjax._extras import needed
 from drjax._sharding.group_mesh import MeshAxes, devices_of, lack_of_devices
 from drjax.engines.core import pool_scheduler
@@ -110,6 +110,13 @@ def compile(
         return Runner(plan, workers, checked, owner=False, keep=keep)
     if devices_per_group is None:
         devices_per_group = devices_of(plan.group_mesh)
+    elif devices_per_group != 1 and not plan.group_mesh:
+        checked_integer("devices_per_group", devices_per_group, 1)
+        raise DrjaxValueError(
+            f"{plan.name} runs each group on one device, got devices_per_group="
+            f"{devices_per_group}. Shard the work of a group over a mesh, and plan it "
+            "by drjax.make_plan(..., group_mesh=)."
+        )
     actors = Actors(workers, address, ray_options, devices_per_group)
     try:
         return Runner(plan, actors, checked, keep=keep)

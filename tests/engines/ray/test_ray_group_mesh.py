@@ -5,6 +5,7 @@ Covers: drjax.engines.ray.adapter, drjax.engines.ray.actor.
 
 import importlib
 
+import numpy as np
 import pytest
 
 import drjax
@@ -65,6 +66,11 @@ def test_what_workers_lack_is_said_when_a_plan_is_compiled(cluster, actors):
     raises(drjax.MeshError, text, ray.compile, plan, workers=1, ray_options=options)
     text = "devices_per_group must be an integer from 1, got 0."
     raises(drjax.DrjaxValueError, text, ray.compile, plan, devices_per_group=0)
+    mean = drjax.program(clients=4)(drjax.reduce_mean)
+    plan = drjax.make_plan(mean)(np.zeros(4, np.float32))
+    text = "mean runs each group on one device, got devices_per_group=4. Shard the work"
+    text = text.replace("mean", plan.name)
+    raises(drjax.DrjaxValueError, text, ray.compile, plan, devices_per_group=4)
 
 
 def test_devices_are_those_of_the_cluster():
