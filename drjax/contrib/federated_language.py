@@ -29,6 +29,7 @@ from drjax._plan_file.custom_calls import parsed_module
 from drjax._plan_file.exported_stage import exported_of
 from drjax._plan_file.load import plan_from_bytes
 from drjax._plan_file.save import plan_to_bytes
+from drjax.engines.core.messages import refuse_group_mesh
 from drjax.plan import (
     Broadcast,
     Fold,

@@ -18,6 +18,7 @@ import pytest
 
 import drjax
 from drjax.backends import reference
+from tests.helpers import tensor_parallel
 from tests.helpers.conformance import runs
 from tests.helpers.raising import raises
 
@@ -102,6 +103,8 @@ def test_what_it_cannot_say():
     raises(drjax.DrjaxValueError, "move between groups (permute)", export, plan)
     plan = drjax.make_plan(four(lambda x: drjax.reduce_sum(x, secure=True)))(x)
     raises(drjax.DrjaxValueError, "a secure sum of floats", export, plan)
+    plan, text = tensor_parallel.plan("auto"), "federated-language runs a group on one"
+    raises(drjax.DrjaxValueError, text, export, plan)
 
 
 def test_docstring_example_runs():

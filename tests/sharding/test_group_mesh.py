@@ -3,6 +3,9 @@
 Covers: drjax._sharding.group_mesh, drjax.engines.in_process.adapter.
 """
 
+import dataclasses
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,9 +19,12 @@ from drjax._sharding import group_mesh
 from drjax.backends import in_process, reference, xla
 from drjax.engines.core import worker
 from drjax.engines.core.messages import refuse_group_mesh
-from tests.helpers import tensor_parallel
+from tests.helpers import random_programs, tensor_parallel
+from tests.helpers.cases import some
+from tests.helpers.plain_blocks import blocks
 from tests.helpers.plan_files import forge, local_stage, read_members
 from tests.helpers.raising import raises
+from tests.helpers.random_run import compare, strict
 
 # JAX's derivative of a shard_map leaks, by its own check.
 pytestmark = pytest.mark.usefixtures("leaks_unchecked")
@@ -259,3 +265,35 @@ def test_forged_meshes(tmp_path):
         ([["model"]], "not enough values"),
     ):
         raises(drjax.PlanFileError, text, drjax.load_plan, forged(axes))
+
+
+@pytest.mark.parametrize("number", some(range(12), 0, 1, 2))
+def test_random_programs(number):
+    """Programs whose groups shard the results of their functions over features."""
+    program = random_programs.draw(36, number)
+    names = {name for name, *_ in random_programs.walk(program.recipe)}
+    if names & {"effect", "kernel"}:
+        pytest.skip("it has no plan file, or needs one device")
+    program = dataclasses.replace(program, mesh=None, runner="jax")
+    map_fn = blocks.map_fn
+
+    def constrained(fn, arg):
+        def shard(x):
+            sharded = jnp.ndim(x) and jnp.shape(x)[0] == program.f
+            return lax.with_sharding_constraint(x, P("model")) if sharded else x
+
+        return map_fn(lambda *xs: jax.tree.map(shard, fn(*xs)), arg)
+
+    with strict(program.dtype == "float64"):
+        make = lambda: random_programs.used(
+            program, random_programs.make(program), random_programs.arguments(program)
+        )
+        fn, inputs = make()
+        expected = jax.jit(fn)(*inputs)
+        with mock.patch.object(blocks, "map_fn", constrained):
+            fn, inputs = make()
+            mesh = auto((program.f,), ("model",))
+            plan = drjax.make_plan(fn, group_mesh=mesh)(*inputs)
+        assert plan.group_mesh == (("model", program.f),)
+        with in_process.compile(plan) as run:
+            compare(program, run(*inputs), expected)
