@@ -73,8 +73,8 @@ def lowering_for(
     """
     if not axes:
         return contextlib.nullcontext()
-    sizes = [size for _, size in axes]
-    mesh = mesh_in(jaxpr) or AbstractMesh(sizes, [name for name, _ in axes])
+    names, sizes = zip(*axes, strict=True)
+    mesh = mesh_in(jaxpr) or AbstractMesh(sizes, names)
     return jax.sharding.use_abstract_mesh(_auto(mesh))
 
 

@@ -75,8 +75,8 @@ def export_federated_language(plan: Plan, platform: str = "cpu") -> Any:
 
     Raises:
       EngineError: federated-language is not installed.
-      DrjaxValueError: The plan has loops, gathers or scatters, or runs a group on
-        several devices.
+      DrjaxValueError: The plan has loops, gathers or scatters.
+      MeshError: The plan runs a group on several devices.
       DrjaxTypeError: federated-language has no such dtype.
 
     Example:
@@ -102,7 +102,7 @@ class _Export:
             "federated_language", "federated-language", "export_federated_language"
         )
         self.platform = platform
-        refuse_group_mesh(plan, "federated-language")
+        refuse_group_mesh(plan.group_mesh, "federated-language")
         self.plan = plan_from_bytes(
             Path(f"{plan.name}.drjax"), plan_to_bytes(plan), custom_calls=None
         )

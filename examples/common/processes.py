@@ -16,7 +16,13 @@ from typing import Any
 
 from drjax.engines.core import pool_scheduler, worker
 from drjax.engines.core.driver import Runner
-from drjax.engines.core.messages import BlockResult, File, Task, WorkerState
+from drjax.engines.core.messages import (
+    BlockResult,
+    File,
+    Task,
+    WorkerState,
+    refuse_group_mesh,
+)
 from drjax.engines.core.options import EngineOptions
 from drjax.engines.core.protocols import Lost, Results, StageCall
 from drjax.plan import Plan
@@ -53,6 +59,9 @@ class Processes:
     def open(self) -> None:
         while len(self.processes) < self.workers:
             self.processes.append(_Process())
+
+    def check_mesh(self, axes: Any) -> None:
+        refuse_group_mesh(axes, "this engine")
 
     def results(self, call: StageCall) -> Results:
         return pool_scheduler.results(self, call)

@@ -89,7 +89,7 @@ def layer(w, x):
     return jnp.sum(w * x)
 
 
-def mean(fn, mesh=MODEL, **options):
+def mean(fn, mesh: AbstractMesh | None = MODEL, **options):
     program = drjax.program(clients=3)(
         lambda w, x: drjax.reduce_mean(drjax.map_fn(fn, (drjax.broadcast(w), x)))
     )
@@ -171,13 +171,13 @@ def test_what_a_process_lacks_is_said_when_a_plan_is_compiled():
     )
     plan = mean(layer, needs)
     raises(drjax.MeshError, text, in_process.compile, plan)
-    refuse_group_mesh(mean(lambda w, x: w[0], None), "Beam")
+    refuse_group_mesh((), "Beam")
     text = (
-        "function runs each group on a mesh of model=4, and Beam runs a group on one "
-        "device. Run the plan on Ray, with devices_per_group=4, or in this process; or "
-        "plan it without the shardings in its mapped functions."
+        "The plan runs each group on a mesh of model=4, and Beam runs a group on one "
+        "device. Use Ray, with devices_per_group=4, or in_process; or plan the "
+        "function without shardings in the groups."
     )
-    raises(drjax.DrjaxValueError, text, refuse_group_mesh, mean(layer), "Beam")
+    raises(drjax.MeshError, text, refuse_group_mesh, mean(layer).group_mesh, "Beam")
 
 
 def test_meshes_that_no_group_can_have():

@@ -24,7 +24,6 @@ from drjax._extras import needed
 from drjax.engines.beam import file_sinks
 from drjax.engines.beam.file_exchange import FileExchange, Run, StageRun
 from drjax.engines.core.driver import Runner
-from drjax.engines.core.messages import refuse_group_mesh
 from drjax.engines.core.options import EngineOptions
 from drjax.plan import Plan
 
@@ -70,8 +69,8 @@ def compile(
     Raises:
       EngineError: Beam is not installed; (when called) a group failed, or too few
         survive, or the pipeline failed.
-      DrjaxTypeError, DrjaxValueError: A wrong option; the plan has a secure sum, or
-        runs a group on several devices.
+      DrjaxTypeError, DrjaxValueError: A wrong option; the plan has a secure sum.
+      MeshError: The plan runs a group on several devices.
 
     Example:
       >>> import drjax, jax.numpy as jnp
@@ -84,7 +83,6 @@ def compile(
     """
     needed("apache_beam", "beam", "drjax.backends.beam")
     checked = EngineOptions.checked(**options)
-    refuse_group_mesh(plan, "Beam")
     # A time limit needs a worker to replace; Beam's workers belong to the runner.
     if checked.timeout is not None:
         raise DrjaxValueError(

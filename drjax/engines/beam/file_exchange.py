@@ -31,12 +31,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from drjax._sharding.group_mesh import MeshAxes
 from drjax.engines.beam import kept_files, temporary_folders
 from drjax.engines.core import wire_format
 from drjax.engines.core.blocks_of_groups import LoadedBlock, blocks_of_groups
 from drjax.engines.core.combine import Totals
 from drjax.engines.core.job import Job
-from drjax.engines.core.messages import Block, BlockResult
+from drjax.engines.core.messages import Block, BlockResult, refuse_group_mesh
 from drjax.engines.core.options import checked_integer
 from drjax.engines.core.protocols import Results, StageCall
 from drjax.engines.slices.groups import Lazy
@@ -220,6 +221,9 @@ class FileExchange(Keeping):
         The local `folder` is for files of the driver, such as logs.
         """
         raise NotImplementedError
+
+    def check_mesh(self, axes: MeshAxes) -> None:
+        refuse_group_mesh(axes, "Beam")
 
     def open(self) -> None:
         if self._own_folder is None:

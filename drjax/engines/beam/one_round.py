@@ -61,7 +61,7 @@ def split(
             "have."
         )
     refuse_secure_sums(plan)
-    refuse_group_mesh(plan, "Beam")
+    refuse_group_mesh(plan.group_mesh, "Beam")
     _check_one_round(plan)
     executable = ExecutablePlan(plan)
     (a_round,) = executable.plan.rounds

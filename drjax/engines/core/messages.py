@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from drjax._errors import DrjaxValueError
+from drjax._errors import DrjaxValueError, MeshError
 from drjax._plan.normal_form import rounds_of
-from drjax._sharding.group_mesh import as_text, devices_of
+from drjax._sharding.group_mesh import MeshAxes, as_text, devices_of
 from drjax.plan import Plan, Round, Value
 
 
@@ -224,15 +224,14 @@ def refuse_secure_sums(plan: Plan) -> None:
                 )
 
 
-def refuse_group_mesh(plan: Plan, engine: str) -> None:
-    """Raise a `DrjaxValueError` for a plan whose groups need several devices each.
+def refuse_group_mesh(axes: MeshAxes, engine: str) -> None:
+    """Raise a `MeshError` for `Plan.group_mesh`, unless a group runs on one device.
 
     Engines call it whose workers are not asked how many devices they have.
     """
-    if axes := plan.group_mesh:
-        raise DrjaxValueError(
-            f"{plan.name} runs each group on a mesh of {as_text(axes)}, and {engine} "
-            "runs a group on one device. Run the plan on Ray, with devices_per_group="
-            f"{devices_of(axes)}, or in this process; or plan it without the shardings "
-            "in its mapped functions."
+    if axes:
+        raise MeshError(
+            f"The plan runs each group on a mesh of {as_text(axes)}, and {engine} runs "
+            f"a group on one device. Use Ray, with devices_per_group={devices_of(axes)}"
+            ", or in_process; or plan the function without shardings in the groups."
         )

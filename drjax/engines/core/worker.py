@@ -265,7 +265,7 @@ class CompiledStage:
         """
         call, count = batched_of(self.stage).function.call, len(self.reduces)
 
-        def add(running: list[Running], outs: Sequence[Any]) -> list[Running]:
+        def add(running: list[Running], outs: Any) -> list[Running]:
             return [x.add(y) for x, y in zip(running, outs, strict=True)]
 
         def run(running: list[Running], *args: Any) -> tuple[list[Running], list[Any]]:

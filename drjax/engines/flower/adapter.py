@@ -29,6 +29,7 @@ import numpy as np
 from drjax._errors import DrjaxTypeError
 from drjax._extras import needed
 from drjax._partition import integer_of
+from drjax._sharding.group_mesh import MeshAxes
 from drjax.engines.core import pool_scheduler
 from drjax.engines.core.driver import Runner
 from drjax.engines.core.messages import (
@@ -124,8 +125,9 @@ def compile(
     Raises:
       EngineError: Flower is not installed; (when called) a client failed or sent a
         reply that does not fit the plan, or too few survive.
-      DrjaxTypeError, DrjaxValueError: A wrong option; a plan that needs slices, or runs
-        a group on several devices; `nodes` are not n different ids.
+      DrjaxTypeError, DrjaxValueError: A wrong option; a plan that needs slices; `nodes`
+        are not n different ids.
+      MeshError: The plan runs a group on several devices.
 
     Example:
       The server of an app; `client` makes the other half.
@@ -141,7 +143,7 @@ def compile(
     needed("flwr.app", "flower", "drjax.backends.flower")
     # A client is one group, and cannot run another's.
     checked = replace(EngineOptions.checked(**options), block_size=1)
-    refuse_group_mesh(plan, "Flower")
+    refuse_group_mesh(plan.group_mesh, "Flower")
     client_data.refuse_other_partitions(plan)
     client_data.check_slices_stay(plan, Keep(plan, keep), checked)
     secure_sums.check_plan(plan, secure_range)
@@ -376,6 +378,9 @@ class Nodes(Keeping):
         # Requests by handle, and the numbers of those that were sent again, with code.
         self._requested: dict[_Sent, tuple[int, bytes]] = {}
         self._again: dict[_Sent, str | None] = {}
+
+    def check_mesh(self, axes: MeshAxes) -> None:
+        refuse_group_mesh(axes, "Flower")
 
     def open(self) -> None:
         # Workers delete the others at their next request, which lists what is needed.

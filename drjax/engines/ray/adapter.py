@@ -105,8 +105,8 @@ def compile(
       ...     print(run(jnp.arange(4.0)))
       1.5
     """
-    owner, checked = not isinstance(workers, Actors), EngineOptions.checked(**options)
-    if not owner:
+    checked = EngineOptions.checked(**options)
+    if isinstance(workers, Actors):
         return Runner(plan, workers, checked, owner=False, keep=keep)
     if devices_per_group is None:
         devices_per_group = devices_of(plan.group_mesh)

@@ -347,7 +347,7 @@ def test_options():
         lambda: beam.compile(weighted_plan(3), timeout=3.0),
     )
     text = "and Beam runs a group on one device"
-    raises(drjax.DrjaxValueError, text, beam.compile, tensor_parallel.plan("auto"))
+    raises(drjax.MeshError, text, beam.compile, tensor_parallel.plan("auto"))
     wrong = lambda: beam.compile(weighted_plan(3), workers=0)
     raises(drjax.DrjaxValueError, "workers must be an integer from 1, got 0", wrong)
 

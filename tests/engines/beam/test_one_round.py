@@ -114,4 +114,4 @@ def test_groups_on_several_devices_are_refused():
     make = drjax.make_plan(drjax.program(clients=5)(total), group_mesh=mesh)
     plan, options = make(np.ones((5, 2), np.float32)), EngineOptions()
     text = "runs each group on a mesh of model=2, and Beam runs a group on one device"
-    raises(drjax.DrjaxValueError, text, one_round.split, plan, (...,), options)
+    raises(drjax.MeshError, text, one_round.split, plan, (...,), options)

@@ -234,7 +234,7 @@ def test_a_stage_without_data_of_the_clients():
 
 def test_groups_on_several_devices_are_refused():
     plan, text = tensor_parallel.plan("auto"), "and Flower runs a group on one device"
-    raises(drjax.DrjaxValueError, text, flower.compile, plan, Grid(load, 5))
+    raises(drjax.MeshError, text, flower.compile, plan, Grid(load, 5))
 
 
 def test_structures_and_arguments():

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +45,7 @@ def test_workers_on_two_nodes_each_with_several_devices():
     page = (ROOT / "docs" / "engines" / "where_it_ends.md").read_text()
     (block,) = re.findall(r"```python cluster\n(.*?)```", page, re.S)
     config = train.Config(devices=2)
-    scope = {"plan": train.make_plan(config)}
+    scope: dict[str, Any] = {"plan": train.make_plan(config)}
     try:
         exec(compile(block, "where_it_ends.md", "exec"), scope)
         run, model = scope["run"], train.first_model()
