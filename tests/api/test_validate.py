@@ -348,7 +348,7 @@ def test_arguments_in_place_of_a_function(name):
 def test_keywords_and_functions_of_jit():
     text = (
         "drjax.jit takes groups_per_step, residuals, memory_budget, checkpoints, "
-        "progress, and the options of jax.jit, got the keyword "
+        "out, progress, and the options of jax.jit, got the keyword "
     )
     result = raises(drjax.DrjaxTypeError, text, drjax.jit, jnp.sin, group_per_step=1)
     assert "'group_per_step'. Did you mean 'groups_per_step'?" in result
