@@ -37,8 +37,8 @@ from drjax._jit.jit_primitive import (
 from drjax._jit.lazy_arguments import Leaf
 from drjax._jit.tune import Tuned
 from drjax._jit.written_results import Out, Written
-from drjax._plan_file.pytree_paths import KeyPath
 from drjax._planner.naming import argument_names, function_name
+from drjax._pytree_paths import KeyPath
 from drjax._sharding.execute import vary
 from drjax._sharding.planning_context import is_bound
 from drjax.backends import xla

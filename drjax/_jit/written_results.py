@@ -31,14 +31,14 @@ from drjax._errors import DrjaxError, DrjaxTypeError, DrjaxValueError
 from drjax._jaxprs.prng_keys import to_raw
 from drjax._jit.lazy_arguments import partition_of
 from drjax._partition import Partition
-from drjax._plan_file.pytree_paths import (
+from drjax._primitives.write_groups import WRITERS, write_groups_p
+from drjax._pytree_paths import (
     KeyPath,
     as_path,
     path_text,
     replaced,
     subtree,
 )
-from drjax._primitives.write_groups import WRITERS, write_groups_p
 
 _numbers = itertools.count()
 

@@ -10,8 +10,7 @@ that it may have. `save` and `load` run these steps.
 `stage_features` are what a stage needs of the process that loads it, `custom_calls`
 the code outside of the file that it may call, and a list of that; `inspect` prints
 what a file holds without running any of it. The kinds of fields
-that steps have are in `step_fields`, and how users name a part of a result in
-`pytree_paths`.
+that steps have are in `step_fields`.
 """
 
 # They implement methods of `Plan`.

@@ -31,7 +31,7 @@ CODE = [
 
 LAYERS = (
     {"_error_texts", "_errors", "_extras", "_partition", "_plan", "_storage", "plan"},
-    {"_compat", "_context", "_jaxprs"},
+    {"_compat", "_context", "_jaxprs", "_pytree_paths"},
     {"_sharding"},
     {"_primitives", "primitives"},
     {"_api"},

@@ -21,7 +21,7 @@ import jax
 from drjax._compat.types import PyTree
 from drjax._error_texts import brief
 from drjax._errors import DrjaxTypeError, DrjaxValueError
-from drjax._plan_file.pytree_paths import (
+from drjax._pytree_paths import (
     KeyPath,
     as_path,
     path_text,
