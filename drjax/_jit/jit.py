@@ -235,20 +235,42 @@ def jit(
     return _Writing(jitted, written, variants)
 
 
-class _Jit:
+class _Wrapper:
+    """A function in the place of a `jax.jit`, whose other attributes it has."""
+
+    __wrapped__: Callable
+
+    def __init__(self, fn: Callable, jitted: Any) -> None:
+        self._jitted = jitted
+        # Without its attributes: those of a `jax.jit` say what is traced and lowered.
+        functools.update_wrapper(self, fn, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        return repr(self._jitted)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_jitted":  # as while it is unpickled
+            raise AttributeError(name)
+        return getattr(self._jitted, name)
+
+
+class _Jit(_Wrapper):
     """A `jax.jit` that also takes `Groups` as arguments.
 
     `at_once` is that of all groups at once, to run where these fit in memory.
     """
 
-    __wrapped__: Callable
-
     def __init__(
         self, fn: Callable, jitted: Any, at_once: AtOnce | None, progress: bool = False
     ) -> None:
-        self._jitted, self._at_once, self._progress = jitted, at_once, progress
-        # Without its attributes: those of a `jax.jit` say what is traced and lowered.
-        functools.update_wrapper(self, fn, updated=())
+        super().__init__(fn, jitted)
+        self._at_once, self._progress = at_once, progress
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -292,42 +314,18 @@ class _Jit:
             args, kwargs = lazy_arguments.closed(self.__wrapped__, args, kwargs)
         return method(*args, **kwargs)
 
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else types.MethodType(self, instance)
 
-    def __repr__(self) -> str:
-        return repr(self._jitted)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_jitted":  # as while it is unpickled
-            raise AttributeError(name)
-        return getattr(self._jitted, name)
-
-
-class _Writing:
+class _Writing(_Wrapper):
     """A `_Jit` that writes results, as `out` says; it runs one of `variants`."""
 
-    __wrapped__: Callable
-
     def __init__(self, jitted: _Jit, out: Out, variants: list["_Planned"]) -> None:
-        self._jitted, self._out, self._variants = jitted, out, variants
-        functools.update_wrapper(self, jitted.__wrapped__, updated=())
+        super().__init__(jitted.__wrapped__, jitted)
+        self._out, self._variants = out, variants
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = lambda: self._jitted(*args, **kwargs)
         written = [x.written for x in self._variants if x.written is not None]
         return self._out.call(written, run)
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else types.MethodType(self, instance)
-
-    def __repr__(self) -> str:
-        return repr(self._jitted)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_jitted":  # as while it is unpickled
-            raise AttributeError(name)
-        return getattr(self._jitted, name)
 
 
 def _compiled(
