@@ -20,6 +20,9 @@ map_fn              the work of the groups, one jaxpr for each group
 map_columns         work on one coordinate of all groups, for reduce_columns
 fold_groups         associative folds in the order of the groups, for reduce
 extrema             reduce_max, reduce_min
+chunks_on_host      what the two below share: the host is called for chunks of groups
+read_groups         data of groups that the host reads while the program runs
+write_groups        results of groups that the host takes while it runs
 select_slice        one group's slice, a sum to which the others add zeros
 reduce_ops          the table of reductions that planner and backends read
 

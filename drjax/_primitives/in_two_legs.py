@@ -46,7 +46,7 @@ from drjax._primitives.between_slices import (
 from drjax._primitives.device_sums import all_gather_bytes, scattered_axis
 from drjax._primitives.wire_codes import decode, encode
 from drjax._sharding.execute import shard_map_over_devices, sharded_spec
-from drjax._sharding.layout import Layout, Placement, find_mesh, make_layout
+from drjax._sharding.layout import Placement, find_mesh, make_layout
 
 
 def is_divided(partition: Partition) -> bool:
@@ -96,15 +96,12 @@ def _execute_received_after(
     def body(work: Array, *xs: Array) -> Sequence[Array]:
         return lax.platform_dependent(work, *xs, tpu=by_data, default=by_order)
 
-    specs = [sharded_spec(layout, _axis(layout, x)) if sharded else False for x in xs]
+    of_parts = lambda x: sharded_spec(layout, scattered_axis(layout, x.shape))
+    specs = [of_parts(x) if sharded else False for x in xs]
     # Without VMA checking: the results would vary as `work` does.
     return shard_map_over_devices(
         layout, body, [work, *xs], [True, *specs], specs, check_vma=False
     )
-
-
-def _axis(layout: Layout, x: Array) -> int | None:
-    return scattered_axis(layout, x.shape)
 
 
 registration.register_execution(received_after_p, _execute_received_after)
@@ -138,7 +135,7 @@ def _execute_complete(
     x: GlobalArray, *, partition: Partition, wire: Wire
 ) -> GlobalArray:
     layout = make_layout(partition, find_mesh(partition))
-    axis = _axis(layout, x) if layout.sharded else None
+    axis = scattered_axis(layout, x.shape) if layout.sharded else None
     if axis is None or layout.devices == 1:
         return x
 

@@ -24,12 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import batching
 from jax.interpreters.mlir import LoweringRuleContext
-from jax.sharding import PartitionSpec
 
 from drjax import _compat
 from drjax._compat.types import Array, Aval
 from drjax._errors import EngineError
 from drjax._primitives import registration
+from drjax._primitives.chunks_on_host import first_and_count, manual, other_axes
 
 read_groups_p = registration.new_primitive("read_groups", multiple_results=True)
 # The same in the code of a device, at the end: the call of the host.
@@ -61,11 +61,7 @@ def raise_unread(numbers: Sequence[Array], outs: Sequence[Array]) -> list[Array]
     # Each device raises: a later program, which takes the results, runs on none.
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.axis_names:
-        axes = {a for a in mesh.axis_names if a not in mesh.manual_axes}
-        spec = PartitionSpec()
-        check = jax.shard_map(
-            check, in_specs=spec, out_specs=spec, axis_names=axes, check_vma=False
-        )
+        check = manual(other_axes(mesh), check)
     done = check(*numbers, *probes) == 0
     # Only what a result needs is run. Random keys and the like have no zeros.
     used = [i for i, x in enumerate(outs) if jnp.issubdtype(x.dtype, np.number)][:1]
@@ -95,7 +91,7 @@ def _on_host(
     slots: int,
     copies: int,
 ) -> list[np.ndarray]:
-    """Read the groups of a chunk, which are consecutive but for slots of padding."""
+    """Read the groups of a chunk."""
     index = np.asarray(index)
     if not index.size:
         return [np.zeros(t.shape, t.dtype) for t in _types_of(index, map(_sent, types))]
@@ -105,13 +101,11 @@ def _on_host(
             "The Groups whose data a program reads were deleted before it ran. Keep a "
             "reference to them until you have its results."
         )
-    flat, first = index.ravel(), int(index.flat[0])
-    slot = np.arange(len(flat))
-    # Padding, which is last, has another group's data: here that of the first.
-    own = flat - first == slot
-    count = len(flat) if own.all() else int(np.argmin(own))
+    first, count = first_and_count(index)
     leaves = reader(first, first + count, slots, copies)
-    if count < len(flat):
+    if count < index.size:
+        # Padding has another group's data: here that of the first.
+        slot = np.arange(index.size)
         leaves = [x[np.where(slot < count, slot, 0)] for x in leaves]
     return [_to_send(x, t, index.shape) for x, t in zip(leaves, types, strict=True)]
 
@@ -150,9 +144,8 @@ def _read(
     types: tuple[jax.ShapeDtypeStruct, ...],
     slots: int,
 ) -> list[Array]:
-    # JAX calls the host where all axes of the mesh are Manual, or none is.
     mesh = jax.sharding.get_abstract_mesh()
-    others = {a for a in mesh.axis_names if a not in mesh.manual_axes}
+    others = other_axes(mesh)
     copies = math.prod(mesh.shape[a] for a in others) if mesh.manual_axes else 1
     params = {"types": types, "slots": slots, "copies": copies}
 
@@ -160,10 +153,7 @@ def _read(
         return on_host_p.bind(number, index, **params)
 
     if mesh.manual_axes and others:
-        spec = PartitionSpec()
-        read = jax.shard_map(
-            read, in_specs=spec, out_specs=spec, axis_names=others, check_vma=False
-        )
+        read = manual(others, read)
     outs = read(number, index)
     return [_received(x, t) for x, t in zip(outs, types, strict=True)]
 

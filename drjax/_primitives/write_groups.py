@@ -22,11 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import batching
 from jax.interpreters.mlir import LoweringRuleContext
-from jax.sharding import PartitionSpec
 
 from drjax import _compat
 from drjax._compat.types import Array, Aval
 from drjax._primitives import registration
+from drjax._primitives.chunks_on_host import first_and_count, manual, other_axes
 
 write_groups_p = registration.new_primitive("write_groups")
 # The same in the code of a device, at the end: the call of the host.
@@ -38,27 +38,20 @@ WRITERS: dict[int, Writer] = {}
 
 
 def _on_host(index: Any, slices: Any, *, writer: int, leaf: int, n: int) -> np.ndarray:
-    """Pass on the groups of a chunk, which are consecutive but for slots of padding."""
+    """Pass on the groups of a chunk."""
     index, slices = np.asarray(index), np.asarray(slices)
     if index.size and writer in WRITERS:
-        flat = index.ravel()
-        own = flat - flat[0] == np.arange(len(flat))
-        count = len(flat) if own.all() else int(np.argmin(own))
-        stack = slices.reshape(len(flat), *slices.shape[index.ndim :])
-        WRITERS[writer](leaf, n, int(flat[0]), stack[:count])
+        first, count = first_and_count(index)
+        stack = slices.reshape(index.size, *slices.shape[index.ndim :])
+        WRITERS[writer](leaf, n, first, stack[:count])
     return np.zeros(index.shape, np.int32)
 
 
 def _write(index: Array, slices: Array, **params: int) -> Array:
     write = lambda index, slices: on_host_p.bind(index, slices, **params)
-    # JAX calls the host where all axes of the mesh are Manual, or none is.
     mesh = jax.sharding.get_abstract_mesh()
-    others = {a for a in mesh.axis_names if a not in mesh.manual_axes}
-    if mesh.manual_axes and others:
-        spec = PartitionSpec()
-        write = jax.shard_map(
-            write, in_specs=spec, out_specs=spec, axis_names=others, check_vma=False
-        )
+    if mesh.manual_axes and (others := other_axes(mesh)):
+        write = manual(others, write)
     return write(index, slices)
 
 
@@ -79,10 +72,7 @@ def _batch(
     """Write the results of a batch of groups at once."""
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
     index, slices = (
-        jnp.broadcast_to(x, (size, *x.shape))
-        if d is None
-        else _compat.moveaxis(x, d, 0)
-        for x, d in zip(args, dims, strict=True)
+        batching.bdim_at_front(x, d, size) for x, d in zip(args, dims, strict=True)
     )
     return write_groups_p.bind(index, slices, **params), 0
 

@@ -1,7 +1,7 @@
 """`drjax.jit(out=)`: results of the groups that are written while the program runs.
 
 Covers: drjax._jit.written_results, drjax._primitives.write_groups,
-drjax._pytree_paths.
+drjax._primitives.chunks_on_host, drjax._pytree_paths.
 """
 
 import threading
