@@ -21,6 +21,7 @@ from drjax.backends import ray
 from drjax.backends.groups import Groups
 from drjax.backends.parquet import Parquet
 from drjax.engines.ray import adapter
+from tests.engines.ray.conftest import MARKS
 from tests.helpers import example_rounds
 from tests.helpers.conformance import (
     ROOT,
@@ -40,27 +41,7 @@ from tests.helpers.run_python import HANGS
 # Seconds of a block: more than any takes, in a new worker on a slow machine too.
 LIMIT = 20.0
 
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.usefixtures("leaks_unchecked"),
-    # Ray 2.55's own, which Flower's simulation needs:
-    pytest.mark.filterwarnings("ignore:Tip. In future versions of Ray"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
-
-
-@pytest.fixture(scope="module")
-def actors():
-    """Two warm workers for all plans of the tests: the defaults, on as many CPUs.
-
-    A worker that is taken for dead but lives leaves no room for the next one.
-    """
-    engine = importlib.import_module("ray")
-    engine.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    result = ray.Actors(2)
-    yield result
-    result.close()
-    engine.shutdown()
+pytestmark = MARKS
 
 
 class TestRay(Conformance):

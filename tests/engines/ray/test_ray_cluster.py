@@ -16,17 +16,11 @@ import pytest
 
 from drjax.backends import in_process
 from examples.cluster import train
+from tests.engines.ray.conftest import MARKS
 from tests.helpers.conformance import ROOT
 from tests.helpers.run_python import HANGS
 
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.usefixtures("leaks_unchecked"),
-    # Ray 2.55's own, which Flower's simulation needs:
-    pytest.mark.filterwarnings("ignore:Tip. In future versions of Ray"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-]
+pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
 
 def losses(config):

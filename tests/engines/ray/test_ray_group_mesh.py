@@ -3,32 +3,17 @@
 Covers: drjax.engines.ray.adapter, drjax.engines.ray.actor.
 """
 
-import importlib
-
 import numpy as np
 import pytest
 
 import drjax
 from drjax.backends import ray
 from drjax.engines.ray.adapter import _devices
+from tests.engines.ray.conftest import MARKS
 from tests.helpers import tensor_parallel
 from tests.helpers.raising import raises
 
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.usefixtures("leaks_unchecked"),
-    # Ray 2.55's own, which Flower's simulation needs:
-    pytest.mark.filterwarnings("ignore:Tip. In future versions of Ray"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    engine = importlib.import_module("ray")
-    engine.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
-    engine.shutdown()
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")

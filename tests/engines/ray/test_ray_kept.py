@@ -18,27 +18,11 @@ import pytest
 
 import drjax
 from drjax.backends import Kept, ray, reference
+from tests.engines.ray.conftest import MARKS
 from tests.helpers import kept_programs as programs
 from tests.helpers.raising import raises
 
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.usefixtures("leaks_unchecked"),
-    # Ray 2.55's own, which Flower's simulation needs:
-    pytest.mark.filterwarnings("ignore:Tip. In future versions of Ray"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
-
-
-@pytest.fixture(scope="module")
-def actors():
-    """Two warm workers for all plans of the tests."""
-    engine = importlib.import_module("ray")
-    engine.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    result = ray.Actors(2)
-    yield result
-    result.close()
-    engine.shutdown()
+pytestmark = MARKS
 
 
 def sent_bytes(monkeypatch):
