@@ -119,11 +119,16 @@ def plan(how, clients=CLIENTS):
     return drjax.make_plan(program(how, clients), group_mesh=mesh(how))(*args)
 
 
+@functools.cache
+def expected(clients):
+    """The results on one device."""
+    return jax.jit(program("plain", clients))(parameters(), data(clients))
+
+
 def check(results, clients=CLIENTS):
     """They equal those of one device, to rounding."""
-    expected = jax.jit(program("plain", clients))(parameters(), data(clients))
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
         results,
-        expected,
+        expected(clients),
     )

@@ -111,14 +111,14 @@ def segments_of_three(monkeypatch):
     monkeypatch.setattr(checkpoint_loops, "_rounds_of_segment", lambda *_: 3)
 
 
-@checkerboard(3, f=FUNCTIONS, k=[None, 1, 3], mesh=MESHES)
+@checkerboard(6, f=FUNCTIONS, k=[None, 1, 3], mesh=MESHES)
 def test_gradients_where_rounds_remain(f, k, mesh, monkeypatch):
     """Of 12 rounds, two segments of 5, and 2 that are saved."""
     monkeypatch.setattr(checkpoint_loops, "_rounds_of_segment", lambda *_: 5)
     check_gradients(f, k, mesh, r"dense<2> : tensor<i")
 
 
-@checkerboard(3, f=FUNCTIONS, k=[None, 1, 3], mesh=MESHES)
+@checkerboard(6, f=FUNCTIONS, k=[None, 1, 3], mesh=MESHES)
 def test_gradients(f, k, mesh):
     check_gradients(f, k, mesh, rf"dense<{T // 3}> : tensor<i")  # a loop over segments
 

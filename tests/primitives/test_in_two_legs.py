@@ -49,6 +49,7 @@ def in_two_legs(wire, partition, x):
     return received_after([mean], work, on)[0], work
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("jit", JITS)
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("mesh", MESHES)

@@ -172,6 +172,7 @@ def test_infinities_reach_their_segment_only(block, bad, run):
     assert (gradient[6] == 0).all()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "dtype", ["bool", "int8", "uint8", "int32", "float8_e4m3fn", "bfloat16", "float16"]
 )

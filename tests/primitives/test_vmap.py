@@ -88,6 +88,7 @@ OVER_THE_BATCH = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", [None, {"clients": 2}], ids=["no mesh", "mesh"])
 @pytest.mark.parametrize("name", OVER_THE_BATCH)
 def test_collectives_over_the_axis_of_a_vmap(name, shape):

@@ -44,7 +44,8 @@ def test_no_more_work_memory_or_collectives(rows, rounds, task, ours, reference)
 
 @pytest.mark.parametrize("ours, reference", [(OURS_ALL, ALL), (OURS, CHECKPOINTED)])
 @pytest.mark.parametrize("task", residuals.SEGMENTED)
-@pytest.mark.parametrize("rounds", [16, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [16, 64])
+@pytest.mark.slow
 def test_checkpoints_of_some_rounds(rows, rounds, task, ours, reference):
     """As the hand-written nested scans, with the best number of rounds in a segment."""
     row, baseline = rows(rounds)[task, ours], rows(rounds)[task, reference]

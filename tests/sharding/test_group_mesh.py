@@ -49,7 +49,7 @@ def test_a_transformer_equals_that_of_one_device(how, tmp_path):
     assert plan.group_mesh == (("model", 4),)
     for same in (plan, saved(plan, tmp_path)):
         assert same.group_mesh == plan.group_mesh
-        for size in (1, 3, None):
+        for size in (1, 3, None) if same is plan else (3,):
             run = in_process.compile(same, block_size=size)
             args = tensor_parallel.parameters(), tensor_parallel.data()
             tensor_parallel.check(run(*args))
@@ -59,11 +59,11 @@ def test_a_transformer_equals_that_of_one_device(how, tmp_path):
 def test_reference_and_xla(how, tmp_path):
     args = tensor_parallel.parameters(), tensor_parallel.data(2)
     plan = tensor_parallel.plan(how, clients=2)
-    for same in (plan, saved(plan, tmp_path)):
-        tensor_parallel.check(reference.compile(same)(*args), 2)
-        mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,))
-        with jax.set_mesh(mesh):
-            tensor_parallel.check(jax.jit(xla.compile(same))(*args), 2)
+    tensor_parallel.check(reference.compile(plan)(*args), 2)
+    mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        run = jax.jit(xla.compile(saved(plan, tmp_path)))
+        tensor_parallel.check(run(*args), 2)
 
 
 def test_parameters_are_never_whole_on_a_device():
@@ -267,7 +267,7 @@ def test_forged_meshes(tmp_path):
         raises(drjax.PlanFileError, text, drjax.load_plan, forged(axes))
 
 
-@pytest.mark.parametrize("number", some(range(12), 0, 1, 2))
+@pytest.mark.parametrize("number", some(range(12), 0, 1))
 def test_random_programs(number):
     """Programs whose groups shard the results of their functions over features."""
     program = random_programs.draw(36, number)
