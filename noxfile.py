@@ -111,7 +111,7 @@ def _engine(session: nox.Session, name: str, *arguments: str) -> None:
         *Path("tests/engines", name).glob("test_*.py"),
         *Path("tests").glob(f"*/test_{name}*.py"),
     ]
-    marks = ("-m", "engines and not grid", "--durations", "5")
+    marks = ("-m", "engines and not grid", "--durations", "15")
     session.run("python", "-m", "pytest", *marks, *map(str, files), *arguments)
 
 

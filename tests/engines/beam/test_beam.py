@@ -31,7 +31,7 @@ from drjax.backends import beam
 from drjax.backends.parquet import Parquet
 from drjax.engines.beam import file_sinks
 from tests.helpers import example_rounds, tensor_parallel
-from tests.helpers.cases import CASES
+from tests.helpers.cases import CASES, some
 from tests.helpers.conformance import (
     Conformance,
     check_example,
@@ -65,7 +65,7 @@ class TestBeam(Conformance):
         return beam.compile(plan, workers=1, **options)
 
 
-@pytest.mark.parametrize("on_error", ["raise", "drop"])
+@pytest.mark.parametrize("on_error", some(["raise", "drop"], "drop"))
 def test_two_worker_processes(on_error):
     x, w = slices_for(17)
     bad = np.isin(np.arange(17), [5])
@@ -276,6 +276,8 @@ def test_state_stays_in_files(tmp_path, monkeypatch):
     raises(drjax.EngineError, "The workers that had the slices", run, total, x)
 
 
+@pytest.mark.slow
+@pytest.mark.grid  # by default test_file_exchange does it without Beam's workers
 def test_workers_exchange_columns(monkeypatch):
     """Two workers shuffle slices by coordinates; the driver reads no slice."""
     n, d = 6, 63 * 63
@@ -390,6 +392,8 @@ def test_a_poisoned_file(tmp_path):
     check_poisoned_file(beam, tmp_path, workers=1)
 
 
+@pytest.mark.slow
+@pytest.mark.grid
 def test_the_example(tmp_path):
     check_example("beam", tmp_path)
 

@@ -26,6 +26,7 @@ from tests.engines.flower.clients import (
 )
 from tests.engines.flower.messages import Recorded, check_no_slice
 from tests.helpers import kept_programs as programs
+from tests.helpers.cases import some
 from tests.helpers.conformance import wait_for
 from tests.helpers.raising import raises
 
@@ -224,7 +225,7 @@ def test_code_in_docs_runs():
 # Real processes
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", some(PLANS, "personalization"))
 def test_state_stays_in_supernodes(name, tmp_path):
     PLANS[name](N).save(tmp_path / f"{name}.drjax")
     output = tmp_path / "state"

@@ -241,6 +241,8 @@ print("the end")
 """
 
 
+@pytest.mark.slow
+@pytest.mark.grid
 def test_a_killed_raylet_is_an_error_and_the_next_call_works():
     done = subprocess.run(
         [sys.executable, "-c", RAYLET_KILLED],
@@ -281,6 +283,8 @@ def test_a_poisoned_file(tmp_path, actors):
     check_poisoned_file(ray, tmp_path, workers=actors)
 
 
+@pytest.mark.slow
+@pytest.mark.grid
 def test_the_example(tmp_path):
     check_example("ray", tmp_path)
 

@@ -11,6 +11,7 @@ from drjax.backends import ray
 from drjax.engines.ray.adapter import _devices
 from tests.engines.ray.conftest import MARKS
 from tests.helpers import tensor_parallel
+from tests.helpers.cases import some
 from tests.helpers.raising import raises
 
 pytestmark = MARKS
@@ -23,7 +24,7 @@ def actors(cluster):
         yield run.engine
 
 
-@pytest.mark.parametrize("how", tensor_parallel.HOW)
+@pytest.mark.parametrize("how", some(tensor_parallel.HOW, "auto"))
 def test_a_transformer_equals_that_of_one_device(how, actors, tmp_path):
     tensor_parallel.plan(how).save(tmp_path / "plan.drjax")
     run = ray.compile(drjax.load_plan(tmp_path / "plan.drjax"), workers=actors)

@@ -20,6 +20,7 @@ import drjax
 from drjax.backends import Kept, ray, reference
 from tests.engines.ray.conftest import MARKS
 from tests.helpers import kept_programs as programs
+from tests.helpers.cases import some
 from tests.helpers.raising import raises
 
 pytestmark = MARKS
@@ -53,7 +54,7 @@ def received_bytes(monkeypatch):
     return received
 
 
-@pytest.mark.parametrize("name", ["scaffold", "diloco"])
+@pytest.mark.parametrize("name", some(["scaffold", "diloco"], "scaffold"))
 def test_state_stays_with_the_workers(actors, name):
     n, algorithm = 8, programs.ALGORITHMS[name]
     plan, start = algorithm.plan(n), algorithm.start(n)
