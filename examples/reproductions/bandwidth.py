@@ -87,8 +87,8 @@ class Model(NamedTuple):
     layers: int
     quoted: dict[str, tuple[float, ...]]
 
-    def schedule(self, line: str) -> dict[str, int]:
-        """Arguments of `utilization`."""
+    def settings(self, line: str) -> dict[str, int]:
+        """H, fragments and delay."""
         if line.startswith("DiLoCo"):
             return {"H": int(line.split()[-1])}
         if line == "data-parallel":
@@ -96,10 +96,11 @@ class Model(NamedTuple):
         fragments = self.layers // bandwidth.LAYERS
         return {"H": 100, "fragments": fragments, "delay": int(line != STREAMING)}
 
-    def indices(self, line: str, bits: float) -> np.ndarray:
-        """The bandwidths that a line needs, as indices in GRID."""
-        timing = bits * self.billions, self.seconds, self.layers
-        return bandwidth.needed(*timing, **self.schedule(line))
+    def timing(self, line: str, bits: float):
+        """Arguments of `needed`: the published exchanges, seconds, layers, H."""
+        settings = self.settings(line)
+        sent = bandwidth.schedule(bits * self.billions, self.layers, **settings)
+        return sent, self.seconds, self.layers, settings.get("H", 1)
 
 
 MODELS = (
@@ -273,7 +274,8 @@ def main(config: Config) -> results.Results:
     if config.plan is not None:
         gbits = bandwidth.link_gbits(drjax.load_plan(config.plan))
         layers = config.model.layers
-        least = GBITS[bandwidth.needed(gbits, config.seconds, layers)]
+        sent = bandwidth.schedule(gbits, layers)
+        least = GBITS[bandwidth.needed(sent, config.seconds, layers)]
         grid[config.plan.name] = least
         table.append([config.plan.name, *shown(least)])
     bits = bits_of_plans(config.model)
@@ -282,19 +284,16 @@ def main(config: Config) -> results.Results:
             continue
         for line, quoted in model.quoted.items():
             kind = next((x for x in ("data-parallel", "fp4") if x in line), "DiLoCo")
-            counted_bits = bits[kind]
+            exchanges, *timing = model.timing(line, bits[kind])
             name = f"{model.table}: {model.billions:.0f}B, {line}"
-            indices = model.indices(line, counted_bits)
+            indices = bandwidth.needed(exchanges, *timing)
             off[model.table].append(indices - index_of(quoted))
             grid[name] = GBITS[indices]
             pairs = zip(shown(grid[name]), shown(quoted), strict=True)
             table.append([name, *(f"{x} ({y})" for x, y in pairs)])
             if model.billions in (10, 405):
-                gbits, schedule = counted_bits * model.billions, model.schedule(line)
-                timing = model.seconds, model.layers
                 utilizations = [
-                    bandwidth.utilization(gbits, W, *timing, **schedule)
-                    for W in bandwidth.GRID
+                    bandwidth.utilization(exchanges, W, *timing) for W in bandwidth.GRID
                 ]
                 curves[model.table, model.billions, line] = utilizations, quoted
     far = {x: np.abs(y) for x, y in off.items()}
