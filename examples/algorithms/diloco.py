@@ -1,5 +1,7 @@
 """DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1).
 
+In building blocks alone, to read; `drjax.contrib.diloco` is the layer for trainers.
+
 python -m examples.algorithms.diloco
 """
 

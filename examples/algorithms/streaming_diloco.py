@@ -1,5 +1,7 @@
 """Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512, algorithm 2).
 
+In building blocks alone, to read; `drjax.contrib.diloco` is the layer for trainers.
+
 python -m examples.algorithms.streaming_diloco
 """
 

@@ -15,6 +15,7 @@ import pytest
 
 import drjax
 from drjax.compiled import read_hlo
+from examples.algorithms import diloco as algorithms
 from examples.algorithms import streaming_diloco
 from examples.common import processes
 from examples.reproductions import diloco
@@ -109,6 +110,26 @@ def test_rounds_are_the_algorithm_step_by_step(name):
         jax.tree.map(close, own["opt"], opt)
         if METHODS[name].fragments:
             jax.tree.map(close, own["params"], join(local))
+
+
+@pytest.mark.parametrize("name", ["plain", "streaming"])
+def test_the_algorithms_of_plain_blocks_are_the_layer(name):
+    """`examples.algorithms` has them from the papers, in blocks alone."""
+    method, join = METHODS[name], lambda theta: theta
+    kept = method.inner, method.outer, K
+    of_key = lambda theta, *batch: loss(join(theta), batch)
+    if name == "plain":
+        train_round = algorithms.make_round(of_key, *kept)
+        shared, own = algorithms.start(PARAMS, *kept)
+    else:
+        split, join = streaming_diloco.split(PARAMS, method.fragments)
+        options = method.delay, method.mixing
+        train_round = streaming_diloco.make_round(of_key, *kept, *options)
+        shared, own = streaming_diloco.start(split, *kept)
+    for i in range(ROUNDS):
+        numbers = batches(method, i)[1]
+        shared, own, _ = jax.jit(train_round)(shared, own, DATA, numbers)
+    jax.tree.map(close, run(method).params, join(shared[0]))
 
 
 def test_one_step_of_sgd_inside_is_data_parallel_training():
