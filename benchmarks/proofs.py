@@ -179,8 +179,8 @@ def _collectives(ax: Axes) -> None:
         sent = [task[way] for task in tasks]
         ax.loglog(hand_written, sent, marker, color=color, mfc="none", label=way)
     exception = named["logsumexp"]
-    x, y = exception["shard_map"] * 0.85, exception["drjax"]
-    ax.text(x, y, "logsumexp", ha="right", va="center")
+    x, y = exception["shard_map"] * 1.2, exception["drjax"]
+    ax.text(x, y, "logsumexp", ha="left", va="center")  # there is no other point
     ax.set(xlabel="bytes, hand-written shard_map", ylabel="bytes that a device sends")
     ax.set_title(f"Communication of {len(hand_written)} operations", loc="left")
     ax.legend()
@@ -320,7 +320,7 @@ def _schedule(ax: Axes) -> None:
                 hidden = time > sent
                 time += 0 if hidden else wait
                 color = GREEN if hidden else ORANGE
-                ax.barh(y + 0.3, time - sent - 0.15, 0.2, sent, color=color)
+                ax.barh(y + 0.3, time - sent - 0.3, 0.2, sent, color=color)
     for label, color in (
         ("inner steps", BLUE), ("exchange, hidden", GREEN), ("exposed", ORANGE)
     ):  # fmt: skip
