@@ -12,8 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import io_callback
+from jax.sharding import AxisType
 
 import drjax
+from drjax._context import resolve_partition
+from drjax._primitives.in_two_legs import complete, received_after
+from drjax._sharding.layout import Placement, find_mesh
+from drjax.plan import Wire
 
 # Programs and mapped functions that are being traced, the innermost last: the names and
 # sizes of partitions, and the index of the group in a mapped function.
@@ -180,6 +185,21 @@ def _drjax_levels(x, g):
     return program(x, g)
 
 
+def _drjax_in_two_legs(x, wire):
+    """An encoded sum, and what groups compute while its two collectives run."""
+    partition, mesh = resolve_partition("reduce_sum", None, None)
+    on: Placement = {"partition": partition, "mesh": mesh or find_mesh(partition)}
+    total = drjax.reduce_sum(x, wire=wire, result="sharded")
+    work = drjax.map_fn(jnp.sin, x)
+    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+        return total, drjax.map_fn(jnp.cos, work)  # there, it is one exchange
+    (total,) = received_after([total], work, on, sharded=True)
+    if total.dtype == jnp.float32:
+        total = complete(total, Wire(wire), partition)
+    work = drjax.map_fn(jnp.cos, work)
+    return received_after([total], work, on)[0], work
+
+
 def _put(x, index, into=None, add=False):
     if into is None:
         into = jnp.zeros((partition_size(), *x.shape[1:]), x.dtype)
@@ -225,6 +245,7 @@ PLAIN = types.SimpleNamespace(
     encoded_sum=lambda x, **_: _sum(x),
     encoded_mean=lambda x, **_: _mean(x),
     encoded_weighted_mean=lambda x, w, **_: _weighted_mean(x, w),
+    in_two_legs=lambda x, wire: (_sum(x), jnp.cos(jnp.sin(x))),
     secure_sum=_each(_sum),
     mean_by=_mean_by,
     of_finite=_of_finite,
@@ -243,6 +264,7 @@ OPTIONS = {
     "encoded_sum": drjax.reduce_sum,
     "encoded_mean": drjax.reduce_mean,
     "encoded_weighted_mean": drjax.reduce_weighted_mean,
+    "in_two_legs": _drjax_in_two_legs,
     "of_finite": _drjax_of_finite,
     "two_levels": _drjax_levels,
     "sharded_sum": lambda x: drjax.reduce_sum(x, result="sharded"),

@@ -434,12 +434,16 @@ def diverged(x, g, h, j):
     return bounded(blocks.of_finite(fn, blocks.map_fn(jnp.sin, x), h, how) * g)
 
 
-@step("p1 g0 g1", "g1", variants=6)
+@step("p1 g0 g1", "g1", variants=8)
 def encoded(x, g, h, j):
     """Sums in few bits, of small integers: rounding the sums gives their values."""
 
     def whole(x):
         return x + lax.stop_gradient(jnp.round(x) - x)
+
+    def exchanged(wire):
+        total, work = blocks.in_two_legs(x, wire)
+        return total + blocks.reduce_sum(whole(work))
 
     x, n = whole(3 * bounded(x)), len(x)
     ones = blocks.map_fn(lambda x: jnp.ones((), x.dtype), x)
@@ -450,6 +454,8 @@ def encoded(x, g, h, j):
         lambda: blocks.encoded_sum(x, wire="int8", result="sharded"),
         lambda: n * blocks.encoded_mean(x, wire="int8"),
         lambda: n * blocks.encoded_weighted_mean(x, ones, wire="bfloat16"),
+        lambda: exchanged("int8"),
+        lambda: exchanged("bfloat16"),
     )
     return bounded(whole(works[j % len(works)]()) * g + h)
 
