@@ -31,7 +31,7 @@ from drjax._compat import UndefinedPrimal, checkify_rules
 from drjax._compat.types import Array, Aval, ClosedJaxpr, Flags, PyTree
 from drjax._planner.make_plan import plan_of_jaxpr
 from drjax._primitives import registration
-from drjax._primitives.read_groups import raise_unread, read_groups_p
+from drjax._primitives.read_groups import raise_unread, readers_among_arguments
 from drjax._primitives.registration import AxisData, Residuals, Tangent
 from drjax._sharding.execute import vary, with_sharding_of
 from drjax._sharding.planning_context import planning, trace_without_mesh
@@ -161,9 +161,8 @@ def _traced(
     def run(*args: Array) -> Sequence[Array]:
         chosen = plan_to_run(jaxpr, options)
         outs = xla.run_flat(chosen.plan, list(args), chosen.step)
-        reads = _compat.has_primitive(jaxpr, (read_groups_p.name,))
-        if reads and not any(v.partitioned for v in chosen.plan.outputs):
-            numbers = [x for x in args if x.shape == () and x.dtype == jnp.int32]
+        numbers = [args[i] for i in readers_among_arguments(jaxpr)]
+        if numbers and not any(v.partitioned for v in chosen.plan.outputs):
             return raise_unread(numbers, outs)
         return outs
 

@@ -26,8 +26,9 @@ from jax.interpreters import batching
 from jax.interpreters.mlir import LoweringRuleContext
 
 from drjax import _compat
-from drjax._compat.types import Array, Aval
+from drjax._compat.types import Array, Atom, Aval, ClosedJaxpr, Eqn, OpenJaxpr
 from drjax._errors import EngineError
+from drjax._jaxprs import walk
 from drjax._primitives import registration
 from drjax._primitives.chunks_on_host import first_and_count, manual, other_axes
 
@@ -51,7 +52,7 @@ def raise_unread(numbers: Sequence[Array], outs: Sequence[Array]) -> list[Array]
     Of several devices, an error of one while they run would let others wait forever, so
     that data that cannot be read are NaN until the end. `outs` are all results, and
     global: no device waits for another one when the first one has them. `numbers` are
-    those of the readers; a number of no reader does nothing.
+    those of the readers.
     """
     probes = [x.ravel()[0] for x in outs if x.size]
 
@@ -69,9 +70,67 @@ def raise_unread(numbers: Sequence[Array], outs: Sequence[Array]) -> list[Array]
     return [first.get(i, x) for i, x in enumerate(outs)]
 
 
+def readers_among_arguments(jaxpr: ClosedJaxpr) -> list[int]:
+    """Return the positions of the arguments that are numbers of readers.
+
+    They are followed back from where data are read by them, also through what returns
+    them: a derivative of a branch takes them from the results of that branch.
+    """
+    raw = _compat.open_jaxpr(jaxpr)
+    is_number = _numbers_among_arguments(raw, [False] * len(raw.outvars))
+    return [i for i, x in enumerate(is_number) if x]
+
+
+def _numbers_among_arguments(jaxpr: OpenJaxpr, is_number: Sequence[bool]) -> list[bool]:
+    """Mark the arguments that are numbers of readers; `is_number` marks results."""
+    marked = zip(jaxpr.outvars, is_number, strict=True)
+    numbers: set[Any] = set(walk.variables(x for x, mark in marked if mark))
+    for eqn in reversed(jaxpr.eqns):
+        outs = [v in numbers for v in eqn.outvars]
+        if eqn.primitive is read_groups_p:
+            numbers.update(walk.variables(eqn.invars[:1]))
+        elif bodies := _bodies(eqn):
+            for body, operands, results in bodies:
+                if not any(outs) and not _compat.has_primitive(body, _NAMES):
+                    continue
+                of_body = outs if results else [False] * len(body.outvars)
+                marks = _numbers_among_arguments(body, of_body)
+                marked = zip(operands, marks, strict=True)
+                numbers.update(walk.variables(x for x, mark in marked if mark))
+        elif any(outs):  # copies or selects it
+            same = [x for x in eqn.invars if x.aval.dtype == jnp.int32]
+            numbers.update(walk.variables(same))
+    return [v in numbers for v in jaxpr.invars]
+
+
+_NAMES = (read_groups_p.name,)
+
+
+def _bodies(eqn: Eqn) -> list[tuple[OpenJaxpr, Sequence[Atom], bool]]:
+    """List the jaxprs of a loop, branch, call or map, with the operands that they take.
+
+    The last element tells whether their results are those of the equation.
+    """
+    if eqn.primitive.name == "while":
+        of_condition, of_body, carry = walk.split_while(eqn, eqn.invars)
+        condition, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+        return [
+            (_compat.open_jaxpr(condition), [*of_condition, *carry], False),
+            (_compat.open_jaxpr(body), [*of_body, *carry], True),
+        ]
+    bodies = []
+    for inner in map(_compat.open_jaxpr, _compat.jaxprs_in(eqn.params)):
+        # The branches of a cond do not take its index.
+        operands = eqn.invars[max(0, len(eqn.invars) - len(inner.invars)) :]
+        if len(operands) == len(inner.invars):  # else it combines two values
+            results = len(inner.outvars) == len(eqn.outvars)
+            bodies.append((inner, operands, results))
+    return bodies
+
+
 def _raise_on_host(*operands: Any, count: int) -> np.ndarray:
     for number in operands[:count]:
-        reader: Any = READERS.get(int(number))
+        reader: Any = READERS.get(int(np.ravel(number)[0]))
         if reader is not None:
             reader.raise_error()
     return np.zeros((), np.int32)

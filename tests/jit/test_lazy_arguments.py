@@ -366,6 +366,38 @@ def test_an_error_of_one_device_is_raised_when_no_other_waits(size, jitted):
         assert_close(run(W), derivative(W, items.stacked()))
 
 
+def test_a_number_of_a_program_is_no_reader_s():
+    """A failed reader says nothing about a program that has its number as data."""
+
+    @drjax.program(clients=N)
+    def program(w, count, data):
+        step = lambda w, _: (branches(w, data) * count, None)
+        return jnp.sum(jax.checkpoint(lambda w: lax.scan(step, w, length=2)[0])(w))
+
+    asked = []
+
+    class Failed:
+        def raise_error(self):
+            asked.append("the error of another reader")
+
+    inside, outside = drjax.jit(jax.grad(program)), jax.grad(drjax.jit(program))
+    batched = jax.vmap(outside, (0, None, None))
+    with numbered(Failed()) as number:
+        for step, w in ((inside, W), (outside, W), (batched, jnp.stack([W, W]))):
+            jax.block_until_ready(step(w, jnp.int32(number), Groups(Counted())))
+    assert not asked
+
+
+@contextlib.contextmanager
+def numbered(reader):
+    number = next(lazy_arguments._numbers)
+    READERS[number] = reader
+    try:
+        yield number
+    finally:
+        del READERS[number]
+
+
 def test_progress(capfd):
     mean = drjax.program(clients=N)(lambda x: drjax.reduce_mean(x["x"]))
     for progress in (False, True):
