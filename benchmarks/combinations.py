@@ -147,9 +147,9 @@ def _scores(largest: jax.Array) -> jax.Array:
 
 
 def _select(x):
-    group = lax.axis_index(_AXIS) * _K + jnp.arange(_K)
-    chosen = (group == _traced_index()[0])[:, None]
-    return lax.psum(jnp.where(chosen, x, 0).sum(0), _AXIS)
+    position = _traced_index()[0] - lax.axis_index(_AXIS) * _K
+    own = lax.dynamic_index_in_dim(x, position.clip(0, _K - 1), keepdims=False)
+    return lax.psum(jnp.where((position >= 0) & (position < _K), own, 0), _AXIS)
 
 
 def _segments(x):

@@ -219,8 +219,8 @@ def _add_on_devices(
 
     With `num`, `xs` are segments and slices. Devices' sums are multiplied by `scale`.
     """
-    aval = global_aval(_compat.typeof(xs[-1]), layout)
-    aval = aval if num is None else placed_aval(aval, num)
+    types = [global_aval(_compat.typeof(x), layout) for x in xs]
+    aval = types[0] if num is None else placed_aval(*types, num=num)
     axis = _axis_to_divide(layout, aval, sharded)
 
     def body(*xs: DeviceArray) -> list[Array]:

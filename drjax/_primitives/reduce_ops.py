@@ -332,6 +332,8 @@ class Running:
         into account.
         """
         op = REDUCE_OPS[self.op]
+        if isinstance(x, InSegments) and not x.num:
+            return Running(self.op, x.only_in(self.value), self.excess)
         if isinstance(x, InSegments):
             if self.excess is None and buckets_of_groups(op.ufunc, x) == 1:
                 value = combine_segments(op.ufunc, self.value, x)

@@ -12,7 +12,10 @@ reduces the k slices of the device into one array `[num, *s]` (`reduce_segments`
 
     sum_i place(g_i, x_i)[j] = sum {x_i : g_i = j}
 
-The work is that of k slices and not of num k, and there is no array `[k, num, *s]`. A
+The work is that of k slices and not of num k, and there is no array `[k, num, *s]`.
+With num = 0 there is one place, `[*s]`, and at most one group is in it, that of segment
+0: `drjax.select`. Then a device reads one of its slices. Batched, there are several, of
+segments `[*b]`, and slices `[*b, *s]`, of size 1 where the batch shares one. A
 scatter adds one number after another, with an error that grows as k. So sums of many
 floats are added in r buckets of the groups, `[r, num, *s]`, and then these: each bucket
 has k / r numbers, and the buckets have at most an eighth of the memory of the slices.
@@ -58,7 +61,8 @@ slice_of_segment_p = registration.new_primitive("slice_of_segment")
 def place_in_segment(segment: Array, slice_: Array, num: int, fill: ArrayLike) -> Array:
     """Place one group's slice, `[*s]`, in its segment of `[num, *s]`; `fill` others.
 
-    `fill` is a Python number.
+    `fill` is a Python number. With `num` 0 the result is `[*s]`, the slice in segment 0
+    and `fill` in another one. The caller knows that at most one group is in segment 0.
     """
     return place_in_segment_p.bind(segment, slice_, num=num, fill=fill)
 
@@ -87,6 +91,8 @@ def _may_index() -> bool:
 
 def _hits(segment: Array, num: int) -> Array:
     """Mark the place of a segment: bool `[..., num]` of segments `[...]`."""
+    if not num:
+        return segment == 0
     shape = (*segment.shape, num)
     places = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
     return lax.broadcast_in_dim(segment, shape, range(segment.ndim)) == places
@@ -101,7 +107,8 @@ def _where(hits: Array, x: Array, fill: ArrayLike) -> Array:
 def _execute_place(
     segment: Array, slice_: Array, *, num: int, fill: ArrayLike
 ) -> Array:
-    return jax.vmap(lambda hit: _where(hit, slice_, fill))(_hits(segment, num))
+    place = lambda hit: _where(hit, slice_, fill)
+    return (jax.vmap(place) if num else place)(_hits(segment, num))
 
 
 def _execute_slice(segment: Array, table: Array) -> Array:
@@ -121,8 +128,15 @@ def _sum(x: Array, axis: int) -> Array:
     return jnp.sum(x, axis=axis, dtype=x.dtype)
 
 
-def placed_aval(slice_: Aval, num: int) -> Aval:
-    """Return the type `[num, *s]` of slices in segments, from that of a slice."""
+def placed_aval(segment: Aval, slice_: Aval, num: int) -> Aval:
+    """Return the type of a slice in its segment, `[num, *s]`, or `[*b, *s]` with 0."""
+    if not num:
+        lead = segment.ndim
+        spec = PartitionSpec(*[None] * lead, *slice_.sharding.spec[lead:])
+        shape = *segment.shape, *slice_.shape[lead:]
+        return _compat.replace_aval(
+            slice_, shape, slice_.sharding.update(spec=spec), _compat.varying(slice_)
+        )
     spec = PartitionSpec(None, *slice_.sharding.spec)
     sharding, varying = slice_.sharding.update(spec=spec), _compat.varying(slice_)
     return _compat.replace_aval(slice_, (num, *slice_.shape), sharding, varying)
@@ -131,7 +145,7 @@ def placed_aval(slice_: Aval, num: int) -> Aval:
 def _place_abstract_eval(
     segment: Aval, slice_: Aval, *, num: int, fill: ArrayLike
 ) -> Aval:
-    return _typed(placed_aval(slice_, num), segment)
+    return _typed(placed_aval(segment, slice_, num), segment)
 
 
 def _slice_abstract_eval(segment: Aval, table: Aval) -> Aval:
@@ -153,11 +167,15 @@ def _batch_place(
 ) -> tuple[Array, int]:
     (segment, slice_), (dim, slice_dim) = args, dims
     if slice_dim is not None:
-        slice_ = _compat.moveaxis(slice_, slice_dim, 0)
+        to = segment.ndim if dim is None else 0
+        slice_ = _compat.moveaxis(slice_, slice_dim, to)
     if dim is None:
-        return place_in_segment(segment, slice_, num, fill), 1
+        return place_in_segment(segment, slice_, num, fill), to + (num > 0)
     if slice_dim is None:
         slice_ = slice_[None]
+    if not num:
+        segment = _compat.moveaxis(segment, dim, 0)
+        return place_in_segment(segment, slice_, 0, fill), 0
     hits = lax.expand_dims(_hits(segment, num), range(2, slice_.ndim + 1))
     x = jnp.expand_dims(slice_, 1)
     return jnp.where(hits, x, jnp.asarray(fill, x.dtype)), 0
@@ -204,12 +222,17 @@ def _slice_jvp(
     return own, slice_of_segment(segment, t)
 
 
-# <place(g, x), y> = <x, y[g]>: with zeros around x, each is the other's transpose.
+# <place(g, x), y> = <x, y[g]>: with zeros around x, each is the other's transpose; and
+# with one place, it is its own.
 def _place_transpose(
     ct: Tangent, segment: Array, slice_: UndefinedPrimal, *, num: int, fill: ArrayLike
 ) -> list[Any]:
     if isinstance(ct, _compat.Zero):
         return [None, _compat.Zero(slice_.aval)]
+    if not num:
+        own, shape = place_in_segment(segment, ct, 0, 0), slice_.aval.shape
+        shared = [i for i, size in enumerate(shape) if size != own.shape[i]]
+        return [None, jnp.sum(own, axis=shared, keepdims=True) if shared else own]
     return [None, slice_of_segment(segment, ct)]
 
 
@@ -317,9 +340,32 @@ class InSegments:
         if indices is None:
             return self
         real = indices < layout.partition.size
-        return InSegments(
-            jnp.where(real, self.segments, self.num), self.slices, self.num
-        )
+        nowhere = jnp.int32(max(self.num, 1))
+        real = lax.expand_dims(real, range(1, self.segments.ndim))
+        segments = jnp.where(real, self.segments, nowhere)
+        return InSegments(segments, self.slices, self.num)
+
+    def only_in(self, empty: Array) -> Array:
+        """Put the slice in the only place there is; `empty` if no group is in it."""
+        chosen, slice_ = _only(self.segments, self.slices)
+        chosen = lax.expand_dims(chosen, range(chosen.ndim, slice_.ndim))
+        return jnp.where(chosen, slice_.astype(empty.dtype), empty)
+
+
+def _only(segments: Array, slices: Array) -> tuple[Array, Array]:
+    """Find the slice in segment 0 among `[c, *b, *s]`, if there is one, bool `[*b]`."""
+    if segments.ndim == 1:
+        own = lax.iota(jnp.int32, segments.shape[0])
+        position = jnp.max(jnp.where(segments == 0, own, -1))
+        first = jnp.maximum(position, 0)
+        return position >= 0, lax.dynamic_index_in_dim(slices, first, 0, False)
+    if segments.shape[1] == 1:  # no gather for one index
+        squeezed = (lax.squeeze(x, (1,)) for x in (segments, slices))
+        chosen, slice_ = _only(*squeezed)
+        return chosen[None], slice_[None]
+    if slices.shape[1] == 1:
+        return jax.vmap(_only, (1, None))(segments, lax.squeeze(slices, (1,)))
+    return jax.vmap(_only, (1, 1))(segments, slices)
 
 
 _MANY_GROUPS = 1024  # of which sums are added in buckets
@@ -366,6 +412,8 @@ def reduce_segments(
     ufunc: np.ufunc, x: InSegments, identity: ArrayLike, dtype: DTypeLike
 ) -> DeviceArray:
     """Reduce slices by segment, to `[num, *s]` of a dtype that holds theirs."""
+    if not x.num:
+        return x.only_in(jnp.asarray(identity, dtype))
     buckets = buckets_of_groups(ufunc, x)
     lead = () if buckets == 1 else (buckets,)
     empty = lax.full((*lead, x.num, *x.slices.shape[1:]), identity, dtype)

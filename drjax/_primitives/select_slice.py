@@ -1,8 +1,9 @@
 """Select one group's slice as a global value: a sum to which others add zeros.
 
 Input: a partitioned array `[n, *s]` of any dtype, and a group's index. Output: that
-group's slice, `[*s]`, in one all-reduce on a mesh. `drjax.select` and the planner, for
-an index into a group axis, both call this.
+group's slice, `[*s]`, in one all-reduce on a mesh, to which each device adds the one of
+its slices that may be the group's, or zeros. `drjax.select` and the planner, for an
+index into a group axis, both call this.
 
 Invariants: infinities and NaNs of other groups do not leak in.
 """
@@ -21,6 +22,7 @@ from drjax._partition import Partition
 from drjax._primitives.collectives import broadcast_p, reduce_sum_p
 from drjax._primitives.extrema import reduce_max_p
 from drjax._primitives.partition_index import partition_index_p
+from drjax._primitives.segments import place_in_segment
 
 
 def as_int32(index: jax.Array, low: int, high: int) -> jax.Array:
@@ -83,11 +85,11 @@ def select_slice(
 ) -> GlobalArray:
     """Select the slice of one group of a partitioned value, as a global value.
 
-    A map replaces the slices of all other groups by zeros; a `reduce_sum` (of bools, a
-    `reduce_max`) adds them up. `x` may be of any dtype, random keys included. `indices`
-    is what `index_pair` returns; if no group has the selected index, the result is
-    zeros. `map_one(fn, *partitioned)` binds `map_fn` for `fn`, a function of one group
-    from arrays to one array.
+    A map replaces the slices of all other groups by zeros (`place_in_segment`); a
+    `reduce_sum` (of bools, a `reduce_max`) adds up those of the devices. `x` may be of
+    any dtype, random keys included. `indices` is what `index_pair` returns; if no group
+    has the selected index, the result is zeros. `map_one(fn, *partitioned)` binds
+    `map_fn` for `fn`, a function of one group from arrays to one array.
     """
     # Keys cannot be added, their raw data can.
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
@@ -109,7 +111,8 @@ def keep_chosen_group(index: Array, selected: Array, own: Array) -> Array:
 
     The slice is no random key.
     """
-    return jnp.where(index == selected, own, jnp.zeros((), own.dtype))
+    segment = jnp.where(index == selected, jnp.int32(0), jnp.int32(1))
+    return place_in_segment(segment, own, 0, 0)
 
 
 keep_chosen_group.__name__ = OF_LIBRARY + "select"

@@ -209,6 +209,7 @@ def choices():
         counted(rematerialize_loops._ScanPair, "rewritten", of_scans),
         counted(ChunkedStage, "_updated", lambda _, x: ["in place"] * len(x)),
         counted(segments, "buckets_of_groups", lambda _, x: [f"{x} buckets"]),
+        counted(segments.InSegments, "only_in", lambda *_: ["one slice"]),
     ):
         yield chosen
 
