@@ -123,6 +123,8 @@ scope_context = jax.make_user_context(None)
 # Whether programs are being planned under the mesh in context: their building blocks
 # bind primitives without a mesh. See `_sharding/planning_context.py`.
 planned = jax.make_user_context(False)
+# Whether `drjax.jit` traces a program of which it runs a few groups at a time.
+in_chunks = jax.make_user_context(False)
 # The mesh of one group while programs are planned for it (`_sharding/group_mesh.py`).
 group_mesh = jax.make_user_context(None)
 # `(partition, n)` while programs over this partition are traced for n groups; n may be

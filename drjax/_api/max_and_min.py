@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
+from drjax._api.fold import reduce
 from drjax._api.levels import Outer, Over, mesh_argument, over_levels
 from drjax._api.participation import (
     Mask,
@@ -33,6 +34,7 @@ from drjax._api.resolve import (
     resolve,
 )
 from drjax._compat.types import Array, GlobalArray, PartitionedArray, PyTree, Tree
+from drjax._context import in_chunks
 from drjax._errors import DrjaxTypeError
 from drjax._partition import Partition
 from drjax._primitives.collectives import broadcast_p, reduce_sum_p
@@ -173,7 +175,8 @@ def reduce_argmax(
     """The index of the group with the maximum, elementwise.
 
     Two all-reduces on a mesh, two rounds of a plan: of the maximum, and of the indices
-    of the groups that attain it. Nothing is gathered.
+    of the groups that attain it. Nothing is gathered. Where `drjax.jit` runs a
+    few groups at a time, one fold of both, in one pass over the groups.
 
     Args:
       x: Tree of partitioned real or bool arrays `[n, *s]`.
@@ -210,7 +213,8 @@ def reduce_argmin(
     """The index of the group with the minimum, elementwise.
 
     Two all-reduces on a mesh, two rounds of a plan: of the minimum, and of the indices
-    of the groups that attain it. Nothing is gathered.
+    of the groups that attain it. Nothing is gathered. Where `drjax.jit` runs a
+    few groups at a time, one fold of both, in one pass over the groups.
 
     Args:
       x: Tree of partitioned real or bool arrays `[n, *s]`.
@@ -358,6 +362,10 @@ def _reduce_arg(
     One reduction finds the extremum y, and another one the minimum of the indices i of
     groups with x_i = y. A NaN counts as attaining the extremum. The index is n if no
     group takes part.
+
+    Where a few groups run at a time, it is a fold of pairs of a number and an index:
+    the second reduction would need the bits that the first one has compared, of all
+    groups, and what is rematerialized may have others.
     """
     params = resolve(block, mesh, partition)
     part = participation(block, where, None, None, params)
@@ -371,17 +379,45 @@ def _reduce_arg(
         hit = (slice_ == extremum) | (slice_ != slice_)  # NaN wins, if there is one
         return jnp.where(hit & taken, index, jnp.full((), n, jnp.int32))
 
+    def index_for_each(
+        index: Array, slice_: Array, taken: Array | bool = True
+    ) -> Array:
+        own = jnp.where(taken, index, jnp.full((), n, jnp.int32))
+        return jnp.broadcast_to(own, slice_.shape)
+
     def bind(leaf: PartitionedArray, **params: Unpack[BlockParams]) -> GlobalArray:
         _check_ordered(block, leaf)
         kept = keep_slices(block, part, leaf, identity(leaf.dtype), **params)
+        kept, taken = lax.stop_gradient(kept), [] if part is None else [part.of_groups]
+        if in_chunks.value:
+            own = map_leaves(block, index_for_each, group, kept, *taken, **params)
+            first = functools.partial(_first, _IS_BETTER[block])
+            init = jnp.full(leaf.shape[1:], identity(leaf.dtype), leaf.dtype), n
+            return reduce(first, (kept, own), init, commutative=True, **params)[1]
         # The comparison needs bitwise the slices of which the extremum was taken.
-        kept = lax.optimization_barrier(lax.stop_gradient(kept))
+        kept = lax.optimization_barrier(kept)
         extremum = broadcast_p.bind(primitive.bind(kept, **params), **params)
-        operands = [group, kept, extremum, *([] if part is None else [part.of_groups])]
+        operands = [group, kept, extremum, *taken]
         indices = map_leaves(block, index_if_attained, *operands, **params)
         return reduce_min_p.bind(indices, **params)
 
     return bind_partitioned(block, x, mesh, partition, bind)
+
+
+_IS_BETTER = {"reduce_argmax": jnp.greater, "reduce_argmin": jnp.less}
+
+
+def _first(
+    is_better: Callable[[Array, Array], Array],
+    a: tuple[Array, Array],
+    b: tuple[Array, Array],
+) -> tuple[Array, Array]:
+    """Choose, elementwise, the better number with its index; of equals, the first."""
+    (x, i), (y, j) = a, b
+    equal = (x == y) | ((x != x) & (y != y))
+    better = is_better(x, y) | ((x != x) & (y == y))  # NaN wins
+    chosen = jnp.where(equal, i < j, better)
+    return jnp.where(chosen, x, y), jnp.where(chosen, i, j)
 
 
 def _check_ordered(block: str, leaf: Array) -> None:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from drjax import _compat
 from drjax._api.program import Decorated
 from drjax._compat.types import Array, PyTree
-from drjax._context import resized
+from drjax._context import in_chunks, resized
 from drjax._errors import DrjaxError, DrjaxTypeError, DrjaxValueError
 from drjax._jaxprs.walk import deep_equations
 from drjax._jit import lazy_arguments
@@ -406,14 +406,16 @@ class _Planned:
         arrays = [flat_args[i] for i in dynamic]
         avals = [x.aval if isinstance(x, Leaf) else _compat.typeof(x) for x in arrays]
         bound = is_bound()
-        jaxpr, consts = trace(flat, avals, name, bound)
+        groups, rematerialize, checkpoints, _ = self._options
+        reads = any(isinstance(x, Leaf) for x in arrays)
+        with in_chunks(reads or groups is not None):
+            jaxpr, consts = trace(flat, avals, name, bound)
         names = argument_names(fn, args, kwargs)
         operands: list[Any] = [*consts, *arrays]
         operand_names = [f"closure.{i}" for i in range(len(consts))]
         operand_names += [names[i] for i in dynamic]
-        groups, rematerialize, checkpoints, _ = self._options
         run = None
-        if any(isinstance(x, Leaf) for x in arrays):
+        if reads:
             read = lazy_arguments.read_in(fn, jaxpr, operands, operand_names)
             operands, operand_names, run = read.operands, read.names, read.fn
             groups = read.groups_per_step() if groups is None else groups

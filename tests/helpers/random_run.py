@@ -29,6 +29,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import drjax
+from drjax._api import max_and_min
 from drjax._planner import checkpoint_loops, rematerialize_loops, rematerialize_rounds
 from drjax._planner.partitioning import consistency
 from drjax._planner.partitioning.kind import signature
@@ -210,6 +211,7 @@ def choices():
         counted(ChunkedStage, "_updated", lambda _, x: ["in place"] * len(x)),
         counted(segments, "buckets_of_groups", lambda _, x: [f"{x} buckets"]),
         counted(segments.InSegments, "only_in", lambda *_: ["one slice"]),
+        counted(max_and_min, "_first", lambda *_: ["fold of pairs"]),
     ):
         yield chosen
 

@@ -247,6 +247,14 @@ def test_sums_by_segment_are_added_in_buckets(runner):
     assert chosen["2 buckets"], chosen
 
 
+def test_the_group_of_a_maximum_is_folded_in_chunks():
+    recipe = (("combined", 0, 5, ()), ("out_of_bounds", 0, 0, ()))
+    program = Program(recipe, n=5, runner="drjax", step=2, seed=1)
+    with choices() as chosen:
+        check(program)
+    assert chosen["fold of pairs"], chosen
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("program", WHOLE)
 def test_whole_programs_that_were_found(program):
