@@ -205,7 +205,7 @@ class Fragment(NamedTuple):
         """The leaves with other values of the fragment, a tree as `take` makes it."""
         out, new = list(leaves), self.treedef.flatten_up_to(values)
         for i, slices in self.leaves.items():
-            out[i] = new[i] if slices is None else out[i].at[_index(slices)].set(new[i])
+            out[i] = new[i] if slices is None else _put(out[i], slices, new[i])
         return out
 
 
@@ -347,6 +347,24 @@ def _index(slices: Sequence[int]) -> Any:
     return slice(slices[0], slices[-1] + 1, step) if even else np.array(slices)
 
 
+def _put(x: Array, slices: Sequence[int], new: Array) -> Array:
+    """Replace slices on the leading axis, without a scatter, or a gather if it can.
+
+    Of one whose other dimensions devices divide, the compiler for TPUs may abort.
+    """
+    index, size = _index(slices), x.shape[0]
+    if isinstance(index, slice):
+        gaps = index.start, size - 1 - slices[-1], index.step - 1
+        zero = jnp.zeros((), new.dtype)
+        spread = jax.lax.pad(new, zero, [gaps, *[(0, 0, 0)] * (x.ndim - 1)])
+    else:
+        place = np.zeros(size, int)
+        place[index] = np.arange(len(slices))
+        spread = new[place]
+    chosen = np.isin(np.arange(size), slices)
+    return jnp.where(chosen.reshape(-1, *[1] * (x.ndim - 1)), spread, x)
+
+
 # ---------------------------------------------------------------------------------
 # A round
 
@@ -383,7 +401,7 @@ class Round:
         a round; or `diloco.fragments(...)`.
       delay: Inner steps between sending and receiving a fragment (tau), at most H / P.
         The two collectives of a `wire` have half of them each, so that both are hidden
-        from two steps on.
+        from two steps on; with one step, that of the first collective is exposed.
       mixing: What a worker keeps of its own parameters when it receives (alpha).
       wire: The dtype that is sent, as for `drjax.reduce_sum`.
       params: Selects the parameters among the leaves of the train state. Default: the

@@ -48,7 +48,7 @@ def mesh_of(slices):
 
 
 def exchanges(
-    fragments, delay, jit, slices=2, axis="model", **settings
+    fragments, delay, jit, slices=2, axis="model", scanned=False, **settings
 ) -> list[Collective]:
     """Those between slices of four chips, in the compiled round.
 
@@ -59,8 +59,8 @@ def exchanges(
         "first": jnp.zeros((SIZE, SIZE)),
         "layers": jnp.zeros((LAYERS, SIZE, SIZE)),
     }
-    if fragments == "scanned":
-        fragments = diloco.fragments(params, 2, scanned="layers", apart="first")
+    if scanned:  # more than one fragment has layers
+        fragments = diloco.fragments(params, fragments, scanned="layers", apart="first")
     keywords: Any = dict(fragments=fragments, delay=delay, mixing=0.5) | settings
     round_ = diloco.Round(step, slices, **keywords)
     first = {"params": params, "opt": INNER.init(params)}
@@ -110,13 +110,24 @@ def test_every_exchange_is_hidden(slices, axis, wire, jit):
     assert all(x.hidden_flops for x in sent)
 
 
+@pytest.mark.parametrize("wire", [None, "int8"])
 @pytest.mark.parametrize("jit", JITS)
-def test_fragments_of_scanned_layers_are_hidden(jit):
-    assert all(x.hidden for x in exchanges("scanned", 5, JITS[jit]))
+def test_fragments_of_scanned_layers_are_hidden(jit, wire):
+    """Also where the chips of a slice divide layers of which fragments have some."""
+    sent = exchanges(3, 5, JITS[jit], wire=wire, scanned=True)
+    assert sent and all(x.hidden for x in sent)
 
 
 class TestWrongOrder:
     """What is not hidden is reported as exposed."""
+
+    @pytest.mark.parametrize("axis", ["model", "data"])
+    def test_with_one_step_for_two_collectives(self, axis):
+        """As the layer documents: each needs a step of its own."""
+        sent = exchanges(2, 1, drjax.jit, axis=axis, wire="int8")
+        assert [(x.kind, x.hidden) for x in sent] == [
+            ("all-to-all", False), ("all-gather", True),
+        ] * 2  # fmt: skip
 
     def test_without_a_delay(self):
         assert not any(x.hidden for x in exchanges(2, 0, drjax.jit))
