@@ -13,6 +13,8 @@ moment as one file, a *step*.
 Invariants: one driver at a time has the folder. A checkpoint of another call is an
 error, never overwritten.
 
+`saved_calls` has the results of calls that have ended, if slices stay between them.
+
 Sharp edges: a step is written in the background, so that a full disk is reported one
 round late. Of an iterable of groups the fingerprint knows nothing.
 """
@@ -20,6 +22,7 @@ round late. Of an iterable of groups the fingerprint knows nothing.
 import hashlib
 import os
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -31,7 +34,13 @@ from drjax._errors import EngineError
 from drjax.engines.core import folder_lock
 from drjax.engines.core.checkpoint_files import Entry, StepFiles
 from drjax.engines.core.options import EngineOptions
+from drjax.engines.core.saved_calls import SavedCalls, SliceFiles
 from drjax.engines.slices.groups import Lazy
+from drjax.engines.slices.slices import Slices
+from drjax.engines.slices.worker_slices import WorkerSlices
+from drjax.plan import Value
+
+_OF_SLICES = "/slices/"  # in the key of an entry that names files, before its index
 
 
 class Checkpoint:
@@ -50,18 +59,20 @@ class Checkpoint:
 
     resumed = 0
 
-    def get(self, key: str) -> Entry | None:
+    def get(self, key: str, values: Sequence[Value | None] = ()) -> list[Any] | None:
         """Return the entry of a key; None if there is none, as always in this class.
 
         A `FolderCheckpoint` has the entries that `put` has set in this call, and those
-        that it has read from its folder when it was created.
+        that it has read from its folder when it was created. `values` are those of the
+        entry, in order, if some of it may be slices that workers have.
         """
 
-    def put(self, key: str, entry: Entry, over: str | None = None) -> None:
+    def put(self, key: str, entry: list[Any], over: str | None = None) -> None:
         """Set the entry of a key, and drop entries that are not needed any more.
 
-        Dropped are those whose keys start with `over`, such as `3.scan.`: after a step
-        of a loop, those of the rounds inside the loop. None: no entry is dropped.
+        Of slices that workers have, it has the names of files with them. Dropped are
+        those whose keys start with `over`, such as `3.scan.`: after a step of a loop,
+        those of the rounds inside the loop. None: no entry is dropped.
         """
 
     def write(self) -> None:
@@ -79,10 +90,11 @@ class Checkpoint:
         saved, the folder is unlocked, and an `EngineError` is raised.
         """
 
-    def clear(self) -> None:
+    def end(self, outputs: Entry, staying: Sequence[Slices]) -> None:
         """Remove the saved entries: the call has all of its results.
 
-        If they cannot be removed, a `RuntimeWarning` is issued.
+        If they cannot be removed, a `RuntimeWarning` is issued. Where the results of
+        calls are saved, `outputs` are, and the slices of those that stay.
         """
 
     def __enter__(self) -> "Checkpoint":
@@ -108,30 +120,60 @@ class FolderCheckpoint(Checkpoint):
     The folder is a local path, or a URL of a file system that fsspec supports. The
     constructor raises an `EngineError` if it cannot be used, if another driver has
     locked it, if all of its files are damaged, or if they have another `fingerprint`, a
-    hash from `call_fingerprint`: then they are of another call.
+    hash from `call_fingerprint`: then they are of another call. With `calls`, it saves
+    the results of the call there at its end; `slices` has what stays.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], fingerprint: str):
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        fingerprint: str,
+        calls: SavedCalls | None = None,
+        slices: SliceFiles | None = None,
+    ):
         self._is_new = False  # whether there are entries that no step has
-        self._folder, self._lock = _locked_folder(folder)
+        self._fingerprint, self._calls, self._slices = fingerprint, calls, slices
+        self._folder, self._lock = locked_folder(folder)
         self._files = StepFiles(self._folder, fingerprint)
         try:
-            self._entries = self._files.restore()
+            ended = "" if calls is None else calls.check(self._folder)
+            self._entries = self._files.restore(ended)
         # A folder that cannot be restored must not stay locked by this process.
         except BaseException:
             self._release()
             raise
-        self.resumed = len(self._entries)
+        self.resumed = sum(_OF_SLICES not in key for key in self._entries)
 
-    def get(self, key: str) -> Entry | None:
-        return self._entries.get(key)
+    def get(self, key: str, values: Sequence[Value | None] = ()) -> list[Any] | None:
+        entry: list[Any] | None = self._entries.get(key)
+        if entry is None or self._slices is None:
+            return entry
+        entry = [*entry]
+        for i, value in enumerate(values):
+            names = self._entries.get(f"{key}{_OF_SLICES}{i}")
+            if value is not None and names is not None:
+                try:
+                    entry[i] = self._slices.slices(value, names)
+                except ValueError as error:
+                    raise EngineError(
+                        f"The checkpoint in {self._folder.location('')} lacks slices "
+                        f"that it names: {error}. Copy the file again from where it is "
+                        "whole, or remove the files step-* to start the call again."
+                    ) from error
+        return entry
 
-    def put(self, key: str, entry: Entry, over: str | None = None) -> None:
-        if over is not None:
-            # A finished loop step replaces the entries of the rounds inside it.
-            gone = [k for k in self._entries if k.startswith(over)]
-            for k in gone:
-                del self._entries[k]
+    def put(self, key: str, entry: list[Any], over: str | None = None) -> None:
+        # A finished loop step replaces the entries of the rounds inside it.
+        gone = tuple(filter(None, (f"{key}{_OF_SLICES}", over)))
+        self._entries = {
+            k: x for k, x in self._entries.items() if not k.startswith(gone)
+        }
+        entry = [*entry]
+        for i, x in enumerate(entry):
+            if isinstance(x, WorkerSlices):
+                assert self._slices is not None  # without `keep`, workers have none
+                self._entries[f"{key}{_OF_SLICES}{i}"] = self._slices.entry(x)
+                entry[i] = np.zeros(0)
         self._entries[key], self._is_new = entry, True
 
     def write(self) -> None:
@@ -143,6 +185,10 @@ class FolderCheckpoint(Checkpoint):
         self._files.wait()
         # After the wait, in which the lease may be lost: a step of this driver could
         # replace one of the other driver, as the names may be the same.
+        self._check_lock()
+        self._files.save(self._entries)
+
+    def _check_lock(self) -> None:
         if self._lock.lost:
             raise EngineError(
                 f"The checkpoint folder {self._folder.location('')} was taken by "
@@ -150,7 +196,6 @@ class FolderCheckpoint(Checkpoint):
                 f"{folder_lock.EXPIRY:.0f} s. Let one of them end, and make its call "
                 "again with another folder."
             )
-        self._files.save(self._entries)
 
     def close(self) -> None:
         try:
@@ -165,7 +210,12 @@ class FolderCheckpoint(Checkpoint):
         self._files.close()
         self._lock.release()
 
-    def clear(self) -> None:
+    def end(self, outputs: Entry, staying: Sequence[Slices]) -> None:
+        if self._calls is not None and self._slices is not None:
+            self._check_lock()
+            entries = [*map(self._slices.entry, staying)]
+            # Before the entries go, or a crash between the two would lose the call.
+            self._calls.save(self._folder, self._fingerprint, outputs, entries)
         # Unsaved entries are not needed: `close` must not leave a step behind.
         self._is_new = False
         with suppress(EngineError):  # the call has its results: nothing is lost
@@ -184,7 +234,15 @@ class FolderCheckpoint(Checkpoint):
             )
 
 
-def _locked_folder(
+def location(path: str | os.PathLike[str]) -> str:
+    """Return a path or URL of a folder as text that means the same to any process."""
+    try:
+        return _storage.folder(_storage.locate(path)).location("").rstrip("/")
+    except (ImportError, OSError, TypeError, ValueError):
+        return str(path)  # `locked_folder` refuses it
+
+
+def locked_folder(
     path: str | os.PathLike[str],
 ) -> tuple[_storage.Folder, "folder_lock.Lock | folder_lock.Lease"]:
     """Create a folder, unless it exists, and lock it for this process.
@@ -211,12 +269,18 @@ def _locked_folder(
         ) from error
 
 
-def call_fingerprint(plan_key: str, inputs: list[Any], options: EngineOptions) -> str:
+def call_fingerprint(
+    plan_key: str,
+    inputs: list[Any],
+    options: EngineOptions,
+    slices: SliceFiles | None = None,
+) -> str:
     """Return a SHA-256 of what determines the results of one call, in hexadecimal.
 
     `plan_key` is the hash of the plan file. Of the inputs, arrays are hashed by
     content, dtype and shape, Parquet files by their paths and sizes; the data of other
-    `Groups`, such as an iterable, is not hashed.
+    `Groups`, such as an iterable, is not hashed. Of slices that workers have, the names
+    of files with them are; those that the driver has are arrays.
     """
     # Only options that change results: a resumed call may have other workers, block
     # sizes or time limits.
@@ -225,8 +289,14 @@ def call_fingerprint(plan_key: str, inputs: list[Any], options: EngineOptions) -
     for x in inputs:
         if isinstance(x, Lazy):
             digest.update(x.source.groups.identity().encode())
-        else:
+            continue
+        arrays = [x]
+        if isinstance(x, WorkerSlices) and slices is not None:
+            arrays = slices.entry(x)
+        elif isinstance(x, Slices):
+            arrays = [x.whole()]
+        for y in arrays:
             # Equal bytes of another shape or dtype are other arguments.
-            digest.update(f"{x.dtype}{x.shape}".encode())
-            digest.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8))
+            digest.update(f"{y.dtype}{y.shape}".encode())
+            digest.update(np.ascontiguousarray(y).reshape(-1).view(np.uint8))
     return digest.hexdigest()

@@ -35,7 +35,8 @@ Entry = list[np.ndarray]
 _MAGIC = b"drjax checkpoint 1\n"
 _STEP = re.compile(r"step-(\d+)")
 # Exactly the names that `LocalFolder.write` uses: other programs' .part files stay.
-_PART = _storage.part_names(_STEP.pattern)
+# What `saved_calls` writes is here as well.
+_PART = _storage.part_names(rf"{_STEP.pattern}|call-\d+|slices-[0-9a-f]+")
 _KEPT = 2
 _HASH = hashlib.sha256().digest_size
 
@@ -55,13 +56,14 @@ class StepFiles:
         # One thread, so that steps are written in order.
         self._thread = ThreadPoolExecutor(1, "drjax-checkpoint")
 
-    def restore(self) -> dict[str, Entry]:
+    def restore(self, ended: str = "") -> dict[str, Entry]:
         """Read the entries, by key, from the newest file that is not damaged.
 
         There are none if the folder has no checkpoint file. Unfinished files are
         removed, and damaged newer files cause a `RuntimeWarning`. An `EngineError` is
         raised if the folder cannot be read, all checkpoint files are damaged, or the
-        newest undamaged one has the fingerprint of another call.
+        newest undamaged one has the fingerprint of another call; unless that is
+        `ended`, of a call whose results are saved.
         """
         steps = sorted(
             (int(m[1]), m[0])
@@ -75,11 +77,15 @@ class StepFiles:
         # The newest whole step has all entries: older ones add nothing.
         for _, name in reversed(steps):
             try:
-                fingerprint, entries = _parse(self._folder.read(name))
+                fingerprint, entries = decoded(self._folder.read(name))
             except (LookupError, OSError, TypeError, ValueError) as error:
                 reasons.append(f"{self._folder.location(name)} ({error})")
                 self._damaged.append(name)
                 continue
+            if fingerprint == ended:
+                entries, reasons = {}, []
+                self.remove()
+                break
             if fingerprint != self._fingerprint:
                 raise EngineError(
                     f"The checkpoint in {self._folder.location('').rstrip('/')} is of "
@@ -148,7 +154,7 @@ class StepFiles:
         Damaged ones are removed, too. It runs in the background thread. `name` is that
         of the new file, such as `step-000000001`.
         """
-        self._folder.write(name, _chunks(self._fingerprint, entries))
+        self._folder.write(name, encoded(self._fingerprint, entries))
         self._steps.append(name)
         # Removed only after the new step is whole, damaged ones included.
         old = [*self._damaged, *self._steps[:-_KEPT]]
@@ -209,7 +215,7 @@ class StepFiles:
 # A step as bytes
 
 
-def _chunks(
+def encoded(
     fingerprint: str, entries: dict[str, Entry]
 ) -> Iterator[bytes | memoryview]:
     """Serialize entries to the bytes of a checkpoint file, in parts.
@@ -232,7 +238,7 @@ def _chunks(
     yield digest.digest()
 
 
-def _parse(data: bytes) -> tuple[str, dict[str, Entry]]:
+def decoded(data: bytes) -> tuple[str, dict[str, Entry]]:
     """Deserialize the fingerprint and the entries of a checkpoint file.
 
     Arrays are read-only views of `data`. A `LookupError`, `TypeError` or `ValueError`

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from drjax._compat.types import PyTree
-from drjax._errors import EngineError
+from drjax._errors import DrjaxValueError, EngineError
 from drjax._extras import needed
 from drjax.backends import _python_loops
 from drjax.backends._interpret_plan import RULES, Environment, PlanInterpreter
@@ -44,6 +44,7 @@ from drjax.engines.core.number_of_groups import for_arguments
 from drjax.engines.core.options import EngineOptions
 from drjax.engines.core.progress import Report, StageReport
 from drjax.engines.core.protocols import Engine, StageCall
+from drjax.engines.core.saved_calls import SavedCalls, SliceFiles
 from drjax.engines.core.stage_results import StageResults, check_survivors, stage_error
 from drjax.engines.slices.coordinates import (
     gathers_for_columns,
@@ -152,9 +153,6 @@ class Runner:
                 self.engine.open()
                 try:
                     results = self._run(plan, self.kept.inputs(inputs), saved)
-                    # Only with all results at hand; until then a crash resumes from
-                    # the folder.
-                    saved.clear()
                 finally:
                     self.report.finish()
                 # Only now: after an error the handles are still valid.
@@ -177,7 +175,7 @@ class Runner:
         # Groups that were dropped before a crash stay dropped, or totals would mix.
         call.restore_dropped()
         run = _DriverInterpreter(call, self.executable.plan, "")
-        all_outputs, outputs = run(inputs), []
+        all_outputs, outputs = run(inputs), []  # None in the place of what stays
         staying = self.kept.split(all_outputs, inputs, call.alive)
         for value, x in zip(self.plan.outputs, all_outputs, strict=True):
             if value.partitioned and x is not None:
@@ -186,7 +184,73 @@ class Runner:
                 x = as_slices(value, x).masked(call.alive).whole()
                 x = np.moveaxis(x, 0, value.axis)
             outputs.append(x)
+        # Only with all results at hand; until then a crash resumes from the folder.
+        returned = [x for x in outputs if x is not None]
+        saved.end(returned, [x for x in staying if x is not None])
         return self.kept.results(self.executable.results(outputs), staying)
+
+    def restore(self) -> tuple[int, Any] | None:
+        """What the latest call has returned, of this process or of one that has ended.
+
+        For functions with `keep=` and the option `checkpoint`: the results of each call
+        are in that folder, with the slices that stay between calls. A new process goes
+        on from them; at most the call is lost that ran when the former one ended.
+
+        Returns:
+          `(calls, results)`: how many calls have ended, and what the latest of them
+          returned, with a `Kept` for each result that stays. None: none has ended.
+
+        Raises:
+          EngineError: The folder cannot be used, or is that of another plan; or the
+            results of no call are whole.
+          DrjaxValueError: There is no option `checkpoint`, or no `keep=`.
+
+        Example:
+          >>> import drjax, jax.numpy as jnp, tempfile
+          >>> from drjax.backends import in_process
+          >>> @drjax.program(clients=3)
+          ... def count(total, x):
+          ...     total = drjax.map_fn(jnp.add, (total, x))
+          ...     return total, drjax.reduce_sum(total)
+          >>> plan = drjax.make_plan(count)(jnp.zeros(3), jnp.ones(3))
+          >>> folder = tempfile.mkdtemp()
+          >>> for _ in range(2):  # as in two processes
+          ...     run = in_process.compile(plan, keep={0: 0}, checkpoint=folder)
+          ...     calls, (total, sum_) = run.restore() or (0, (jnp.zeros(3), 0.0))
+          ...     total, sum_ = run(total, jnp.ones(3))
+          ...     print(calls, sum_)
+          0 3.0
+          1 6.0
+        """
+        if self._calls is None or self.slice_files is None:
+            raise DrjaxValueError(
+                "restore() needs a function with keep= and checkpoint=: without keep=, "
+                "a repeated call goes on by itself."
+            )
+        files, calls = self.slice_files, self._calls
+        values = self.kept.staying_values
+        folder, lock = checkpoint.locked_folder(files.folder)
+        try:
+            with self.executable.precision():
+                self.engine.open()
+                saved = calls.latest(
+                    folder,
+                    lambda call: [
+                        files.slices(value, entry)
+                        for value, entry in zip(values, call.staying, strict=True)
+                    ],
+                )
+                if saved is None:
+                    return None
+                call, staying = saved
+                returned, slices = iter(call.outputs), iter(staying)
+                stays = self.kept.stays
+                outputs = [None if s else next(returned) for s in stays]
+                leaves = [next(slices) if s else None for s in stays]
+                results = self.executable.results(outputs)
+                return call.number, self.kept.results(results, leaves)
+        finally:
+            lock.release()
 
     def _checkpoint(self, inputs: list[Any], n: int) -> checkpoint.Checkpoint:
         """Open and lock the checkpoint of a call in the option `checkpoint`'s folder.
@@ -199,8 +263,20 @@ class Runner:
         if self.options.checkpoint is None:
             return checkpoint.Checkpoint()
         file = self.file.key if n == self.plan.size else f"{self.file.key} for {n}"
-        key = checkpoint.call_fingerprint(file, inputs, self.options)
-        return checkpoint.FolderCheckpoint(self.options.checkpoint, key)
+        slices, calls = self.slice_files, self._calls
+        key = checkpoint.call_fingerprint(file, inputs, self.options, slices)
+        return checkpoint.FolderCheckpoint(self.options.checkpoint, key, calls, slices)
+
+    @functools.cached_property
+    def _calls(self) -> SavedCalls | None:
+        return None if self.slice_files is None else SavedCalls(self.file.key)
+
+    @functools.cached_property
+    def slice_files(self) -> SliceFiles | None:
+        """The files of slices that stay between calls, if there are such files."""
+        if self.options.checkpoint is None or not any(self.kept.stays):
+            return None
+        return SliceFiles(checkpoint.location(self.options.checkpoint), self.engine)
 
     def block_size(
         self, a_round: Round, n: int, kept: Sequence[Value], one_by_one: bool
@@ -268,11 +344,12 @@ class _DriverInterpreter(PlanInterpreter):
         if not a_round.local.empty:
             kept = kept_outputs(self.plan, a_round)
             key = f"{location}.groups"
-            entry = self.call.checkpoint.get(key)
+            values = [*a_round.combined, *kept]
+            entry = self.call.checkpoint.get(key, values)
             if entry is None:
                 entry = self.call.run_stage(a_round, kept, env, location, self._stay)
                 self.call.checkpoint.put(key, entry)
-            env.write([*a_round.combined, *kept], entry)
+            env.write(values, entry)
 
     def location(self, index: int) -> str:
         return f"{self.prefix}{index + 1}"
@@ -307,7 +384,9 @@ class _DriverInterpreter(PlanInterpreter):
             bodies = [_read_stacked(bodies[0], loop.carry)]
             consts, carry, stacks = loop.split(inputs)
             inputs = [*consts, *carry, *map(in_steps, stacks)]
-        steps = CheckpointedSteps(self.call.checkpoint, prefix, inputs)
+        # A branch saves nothing, and a scan carries its first outputs.
+        carried = loop.outputs[: loop.carry] if isinstance(loop, Scan) else loop.outputs
+        steps = CheckpointedSteps(self.call.checkpoint, prefix, inputs, carried)
         return _python_loops.run(loop, bodies, inputs, self.call.plan.size, np, steps)
 
 
@@ -471,6 +550,7 @@ class _Call:
             job=replace(
                 runner.executable.job(a_round, env, location, at_once, options),
                 stay=runner.kept.staying(kept, staying),
+                save="" if runner.slice_files is None else runner.slice_files.folder,
             ),
             block_size=size,
             slices=slices,

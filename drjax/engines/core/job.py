@@ -33,7 +33,8 @@ class Job:
         fails has no results.
       shared: The global inputs of the stage, in order.
       stay: For each output of the stage that is read later whether its slices stay with
-        the workers; () if none do. It is no part of `to_bytes`.
+        the workers; () if none do. It is no part of `to_bytes`, nor is `save`.
+      save: A folder, by its path or URL, for files with the slices that stay; "": none.
     """
 
     file: File
@@ -45,6 +46,7 @@ class Job:
     drop: bool
     shared: list[np.ndarray]
     stay: tuple[bool, ...] = ()
+    save: str = ""
 
     def task(self, block: Block, search: bool = False, encode: bool = True) -> Task:
         """Make a `Task` with a new number, to run the stage on a block in a pool.
@@ -54,7 +56,7 @@ class Job:
         """
         settings = self.size, self.check_nans, self.drop
         options = {"search": search, "stay": self.stay, "encode": encode}
-        return Task(self.stage, block, *settings, **options)
+        return Task(self.stage, block, *settings, **options, save=self.save)
 
     def run(
         self, block: Block, failed: dict[int, str], encode: bool = True

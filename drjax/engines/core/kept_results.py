@@ -34,11 +34,13 @@ class KeptResults:
 
     A kept result is one that is an argument of the next call, a kept argument. The
     caller has a handle for it, a `Kept`. `keep` is the argument `keep` of an engine's
-    `compile`. It is an error if it does not fit the plan, or if there is a checkpoint,
-    which cannot have the slices of workers. The engine's `stays` says which slices its
+    `compile`. It is an error if it does not fit the plan, or if there is a checkpoint
+    and the workers give no slices away. The engine's `stays` says which slices its
     workers have between stages.
 
     Attributes:
+      stays: For each of `plan.outputs` whether it stays.
+      staying_values: Those that stay, in their order.
       initial: A description, as JSON data, of one group's slice of the kept arguments:
         structure, names and types. Workers that load these slices themselves before the
         first call check them against it. None if nothing is kept.
@@ -57,11 +59,14 @@ class KeptResults:
         self._names = {plan.outputs[i].name for pair in pairs for i in pair.outputs}
         self._inputs = [i for pair in pairs for i in pair.inputs]
         self.initial = _description_for_workers(plan, pairs) if pairs else None
-        if self._keep and engine.stays and options.checkpoint is not None:
+        stays = {i for pair in pairs for i in pair.outputs}
+        self.stays = [i in stays for i in range(len(plan.outputs))]
+        self.staying_values = [plan.outputs[i] for i in sorted(stays)]
+        if self._keep and engine.stays == "all" and options.checkpoint is not None:
             raise DrjaxValueError(
                 "keep= and checkpoint= cannot be combined here: the slices that stay "
-                "are with the workers, and no folder has them. Leave out one of the "
-                "two; what .fetch() of a handle returns can be saved."
+                "are with the clients, and no folder has them. Leave out one of the "
+                "two."
             )
 
     def open(

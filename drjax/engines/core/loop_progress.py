@@ -3,10 +3,12 @@
 Input: after each step of a loop the carried values and what a scan stacks. Output: an
 entry of the checkpoint, from which the loop goes on after a crash.
 
-Invariants: an entry is a list of numpy arrays. Sharp edges: carried slices that are
-read later are saved as where they come from, without the slices.
+Invariants: an entry is a list of numpy arrays, with the slices that workers have
+by their files. Sharp edges: carried slices that are read later are saved as where they
+come from, without the slices.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import numpy as np
 from drjax.backends import _python_loops
 from drjax.engines.core import checkpoint
 from drjax.engines.slices.groups import Lazy
+from drjax.plan import Value
 
 
 class CheckpointedSteps(_python_loops.Steps):
@@ -28,12 +31,18 @@ class CheckpointedSteps(_python_loops.Steps):
     A carried `Lazy` must be one of `inputs`, or a step of one.
     """
 
-    def __init__(self, saved: checkpoint.Checkpoint, key: str, inputs: list[Any]):
-        self.checkpoint, self.key = saved, key
+    def __init__(
+        self,
+        saved: checkpoint.Checkpoint,
+        key: str,
+        inputs: list[Any],
+        carried: Sequence[Value],
+    ):
+        self.checkpoint, self.key, self._carried = saved, key, carried
         self._lazy = [x for x in inputs if isinstance(x, Lazy)]
 
     def load(self) -> tuple[int, list[Any], list[list[Any]]] | None:
-        entry = self.checkpoint.get(self.key)
+        entry = self.checkpoint.get(self.key, [None, *self._carried])
         if entry is None:
             return None
         (done, carried, each, *lazy), arrays = map(int, entry[0]), entry[1:]

@@ -132,6 +132,7 @@ class Task:
       stay: For each output of the stage that is read later whether its slices stay with
         the workers; () if none do.
       encode: Whether partial reductions with `wire=` are returned as `EncodedPartial`s.
+      save: A folder, by its path or URL, for files with the slices that stay; "": none.
     """
 
     stage: int
@@ -144,6 +145,7 @@ class Task:
     search: bool = False
     stay: tuple[bool, ...] = ()
     encode: bool = True
+    save: str = ""
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,8 @@ class BlockResult:
       seconds: How long the worker took.
       piece: The engine's reference to the slices that stay with the workers, a list of
         arrays `[c, ...]` in their store; None if there are none.
+      saved: The digest of a file with these slices, by `saved_calls.write_slices`; "":
+        no file has them.
     """
 
     partials: Sequence[Any]
@@ -174,6 +178,7 @@ class BlockResult:
     pid: int = 0
     seconds: float = 0.0
     piece: Any = None
+    saved: str = ""
 
 
 @dataclass

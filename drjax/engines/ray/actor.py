@@ -21,6 +21,7 @@ import numpy as np
 
 from drjax.engines.core import worker
 from drjax.engines.core.messages import BlockResult, File, Task, WorkerState
+from drjax.engines.core.saved_calls import read_slices, write_slices
 from drjax.engines.slices.worker_slices import Pieces
 
 Arrays = list[np.ndarray]
@@ -51,7 +52,7 @@ def without_slices(
         if isinstance(x, Pieces):
             x = x.only_used()  # as others may be large
             pieces = [(len(parts) + k, leaf) for k, (_, leaf) in enumerate(x.pieces)]
-            parts += [piece for piece, _ in x.pieces]
+            parts += [getattr(piece, "reference", piece) for piece, _ in x.pieces]
             sources.append(replace(x, pieces=pieces))
             continue
         sources.append(len(parts))
@@ -108,7 +109,16 @@ class Worker:
         # A block without results has no slices.
         pairs = [*zip(result.slices, task.stay, strict=not result.slices == [])]
         rest = [x for x, stays in pairs if not stays]
-        return replace(result, slices=rest), [x for x, stays in pairs if stays]
+        kept = [x for x, stays in pairs if stays]
+        saved = write_slices(task.save, kept) if task.save and kept else ""
+        return replace(result, slices=rest, saved=saved), kept
+
+    def load(self, folder: str, digest: str) -> tuple[str, Arrays]:
+        """Read the slices of a checkpoint's file; the text says why that failed."""
+        try:
+            return "", read_slices(folder, digest)
+        except ValueError as error:
+            return str(error), []
 
     def skip(self, number: int) -> None:
         """Skip the task with this `Task.number`, as its result is not needed.

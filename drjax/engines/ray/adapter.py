@@ -16,6 +16,7 @@ canceled task can block an actor, so tasks are skipped, never canceled. A task a
 when a call fails goes on to its end.
 """
 
+import itertools
 import os
 import time
 import warnings
@@ -23,7 +24,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from drjax._errors import DrjaxValueError, EngineError, MeshError
 from drjax._extras import needed
@@ -247,6 +248,13 @@ def _devices(
     return {}, {"JAX_NUM_CPU_DEVICES": str(count)}
 
 
+class _Piece(NamedTuple):
+    """Slices in the object store, and the digest of a file with them; "": none has."""
+
+    reference: ObjectRef
+    digest: str
+
+
 # Connections of this process: those that are in use, and those that have started Ray.
 _open, _starters = set[_Connection](), set[_Connection]()
 
@@ -414,8 +422,24 @@ class Actors(Keeping):
             return x
         return self._connection.live().put(x)
 
-    def fetch(self, value: Value, pieces: list[ObjectRef]) -> list[Any]:
-        return [*map(self.read, pieces)]
+    def fetch(self, value: Value, pieces: list["_Piece"]) -> list[Any]:
+        return [self.read(piece.reference) for piece in pieces]
+
+    def saved_as(self, piece: "_Piece") -> str:
+        return piece.digest
+
+    def load(self, folder: str, digests: Sequence[str]) -> list["_Piece"]:
+        pairs = [
+            actor.load.options(num_returns=2).remote(folder, digest)
+            for actor, digest in zip(itertools.cycle(self._placement.workers), digests)
+        ]
+        reasons = filter(None, [self.read(why) for why, _ in pairs])
+        if why := next(reasons, ""):
+            raise ValueError(why)
+        return [
+            _Piece(slices, digest)
+            for (_, slices), digest in zip(pairs, digests, strict=True)
+        ]
 
     def read(self, reference: ObjectRef) -> Any:
         """Read an object of Ray's object store; wait until it is there.
@@ -459,7 +483,9 @@ class Actors(Keeping):
     def result(self, handle: ObjectRef) -> BlockResult:
         actor, errors = self._placement.finished(handle), self._ray.exceptions
         try:
-            return replace(self.read(handle), piece=self._staying.pop(handle))
+            result, slices = self.read(handle), self._staying.pop(handle)
+            piece = None if slices is None else _Piece(slices, result.saved)
+            return replace(result, piece=piece)
         # The worker is gone, not the group wrong: others may do the block.
         except (errors.RayActorError, errors.OutOfMemoryError) as error:
             self._replace(actor)

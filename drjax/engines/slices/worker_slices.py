@@ -184,6 +184,20 @@ class Keeping:
         """
         raise NotImplementedError
 
+    def saved_as(self, piece: Any) -> str:
+        """Return the digest of the file with the slices of a piece; "": none has them.
+
+        It is that of `BlockResult.saved`, or of `load`.
+        """
+        return ""
+
+    def load(self, folder: str, digests: Sequence[str]) -> list[Any]:
+        """Let workers read files of slices in the folder of a checkpoint, as pieces.
+
+        `ValueError`: a file is gone, or damaged.
+        """
+        raise NotImplementedError
+
 
 class WorkerSlices(Slices):
     """A partitioned value whose slices are in pieces that workers have.

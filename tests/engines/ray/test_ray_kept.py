@@ -9,6 +9,8 @@ import dataclasses
 import importlib
 import os
 import signal
+import subprocess
+import sys
 from typing import Any, cast
 
 import jax
@@ -17,11 +19,14 @@ import numpy as np
 import pytest
 
 import drjax
-from drjax.backends import Kept, ray, reference
+from drjax.backends import Kept, in_process, ray, reference
 from tests.engines.ray.conftest import MARKS
+from tests.helpers import dying_trainer
 from tests.helpers import kept_programs as programs
 from tests.helpers.cases import some
+from tests.helpers.conformance import ROOT
 from tests.helpers.raising import raises
+from tests.helpers.run_python import HANGS
 
 pytestmark = MARKS
 
@@ -203,7 +208,58 @@ def test_handles_end_with_their_workers():
     text = "The workers that had the slices of"
     raises(drjax.EngineError, text, state[2].fetch)
     raises(drjax.EngineError, text, run, *state, data)
-    run.close()
-    text = "keep= and checkpoint= cannot be combined here"
-    compile = lambda: ray.compile(plan, checkpoint="runs/x", **options)
-    raises(drjax.DrjaxValueError, text, compile)
+
+
+@pytest.mark.parametrize("name", some(["scaffold", "diloco"], "scaffold"))
+def test_state_outlives_drivers_that_are_killed(tmp_path, name):
+    """Killed when three calls have ended; the next one has the bits of no kill."""
+    command = [sys.executable, "-m", "tests.helpers.dying_trainer", name]
+    first = subprocess.Popen(
+        [*command, tmp_path / "run"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert first.stdout is not None
+    lines = []
+    for line in first.stdout:
+        lines.append(line.strip())
+        if line.startswith("ended 3"):
+            first.kill()
+    first.wait()
+    assert lines[0] == "restored 0" and first.returncode == -signal.SIGKILL
+    ended = int(lines[-1].split()[1])
+    done = subprocess.run(
+        [*command, tmp_path / "run"],
+        cwd=ROOT, capture_output=True, text=True, timeout=HANGS,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    restored, *_, bits = done.stdout.split("\n")[:-1]
+    # A call that has returned is never lost; one may have ended that did not say so.
+    assert int(restored.split()[1]) - ended in (0, 1)
+    algorithm, n = programs.ALGORITHMS[name], dying_trainer.N
+    run = in_process.compile(algorithm.plan(n), block_size=2, keep=algorithm.keep)
+    data = programs.data(n)
+    state = algorithm.run(run, algorithm.start(n), dying_trainer.CALLS, data)
+    assert bits == f"bits {dying_trainer.bits(state)}"
+
+
+def test_workers_write_what_stays(actors, tmp_path, monkeypatch):
+    """The driver neither sends nor receives slices, also when it restores them."""
+    n, d = 8, 30_000
+
+    @drjax.program(clients=n)
+    def step(kept):
+        kept = drjax.map_fn(lambda x: jnp.sin(x) + 1, kept)
+        return kept, drjax.reduce_max(drjax.map_fn(jnp.max, kept))
+
+    start = np.arange(n * d, dtype=np.float32).reshape(n, d)
+    plan = drjax.make_plan(step)(start)
+    options = {"keep": {0: 0}, "checkpoint": tmp_path / "run", "block_size": 2}
+    run = ray.compile(plan, workers=actors, **options)
+    kept, _ = run(start)
+    received, sent = received_bytes(monkeypatch), sent_bytes(monkeypatch)
+    kept, top = run(kept)
+    again = ray.compile(plan, workers=actors, **options)
+    calls, (restored, same_top) = again.restore() or pytest.fail()
+    assert calls == 2 and same_top == top and not sum(sent) + sum(received)
+    np.testing.assert_array_equal(restored.fetch(), kept.fetch())
+    # A file for each block, of two calls.
+    assert len([*(tmp_path / "run").glob("slices-*")]) == 2 * n // 2
