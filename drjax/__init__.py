@@ -25,6 +25,7 @@ from drjax._api.reductions import reduce_mean as reduce_mean
 from drjax._api.reductions import reduce_sum as reduce_sum
 from drjax._api.reductions import reduce_weighted_mean as reduce_weighted_mean
 from drjax._api.select import select as select
+from drjax._errors import CanceledError as CanceledError
 from drjax._errors import DrjaxError as DrjaxError
 from drjax._errors import DrjaxTypeError as DrjaxTypeError
 from drjax._errors import DrjaxValueError as DrjaxValueError

@@ -58,3 +58,7 @@ class EngineError(DrjaxError, RuntimeError):
     ):
         super().__init__(message)
         self.round, self.stage, self.group = round, stage, group
+
+
+class CanceledError(EngineError):
+    """A call of an engine that was ended by `Runner.cancel`."""

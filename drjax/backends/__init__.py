@@ -4,6 +4,7 @@ reference, xla                on this machine, with JAX alone
 in_process, ray, beam, flower engines: `compile` takes the fields of `EngineOptions`
 Groups, Parquet               arguments of engines that are made group by group
 Kept                          handles of results that stay with their groups (`kept`)
+Retry                         how engines try blocks again
 
 Engines are in `drjax/engines`: here are modules with their public names.
 
@@ -23,6 +24,7 @@ from drjax.backends import xla as xla
 if TYPE_CHECKING:
     from drjax.backends import in_process as in_process
     from drjax.backends.engine.options import EngineOptions as EngineOptions
+    from drjax.backends.engine.options import Retry as Retry
     from drjax.backends.groups import Groups as Groups
     from drjax.backends.kept import Kept as Kept
     from drjax.backends.parquet import Parquet as Parquet
@@ -32,6 +34,7 @@ _LAZY = {  # so that `import drjax` does not pay for engines
     "Groups": "groups",
     "Kept": "kept",
     "Parquet": "parquet",
+    "Retry": "engine.options",
 }
 _MODULES = ("beam", "flower", "in_process", "ray")
 

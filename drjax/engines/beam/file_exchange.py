@@ -23,6 +23,7 @@ of a sum may differ between runs.
 import collections
 import functools
 import itertools
+import time
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -266,9 +267,11 @@ class FileExchange(Keeping):
             seen: set[str] = set()
             reported = 0
             # The whole run again: there is no way to ask workers for one block.
-            for left in reversed(range(call.options.retries + 1)):
+            retry = call.options.retry("worker")
+            for tries in range(retry.times + 1):
                 run = self.start(stage_run, self._own_folder)
                 while True:
+                    call.check()
                     # Before the listing: whatever was written before the end is then
                     # seen.
                     ended = run.wait(0.1)
@@ -284,9 +287,11 @@ class FileExchange(Keeping):
                     break
                 # Workers of the failed run may have outlived it, and still write files.
                 run.end()
-                if not left:
+                if tries == retry.times:
                     raise RuntimeError(f"the run failed: {error}")
-                call.lost(f"a run failed: {error[:500]}")
+                wait = retry.delay(tries)
+                call.lost(f"a run failed: {error[:500]}", "worker", wait)
+                time.sleep(wait)
             *totals, count = stage_run.read_totals()
             yield _EMPTY_BLOCK, BlockResult(totals, [], {})
             # A runner that lost or repeated elements silently would give wrong sums.

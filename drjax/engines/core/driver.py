@@ -16,22 +16,34 @@ is an error, whatever `on_error` says.
 """
 
 import functools
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from drjax._compat.types import PyTree
-from drjax._errors import DrjaxValueError, EngineError
-from drjax._extras import needed
+from drjax._errors import CanceledError, DrjaxValueError, EngineError
 from drjax.backends import _python_loops
 from drjax.backends._interpret_plan import RULES, Environment, PlanInterpreter
 from drjax.backends._move_slices import move_slices
-from drjax.engines.core import checkpoint
+from drjax.engines.core import checkpoint, telemetry
 from drjax.engines.core.block_size import BlockSize
+from drjax.engines.core.events import (
+    BlockDone,
+    CallEnded,
+    CallStarted,
+    Event,
+    GroupFailed,
+    Observer,
+    Retried,
+    StageEnded,
+    StageStarted,
+    log,
+)
 from drjax.engines.core.executable_plan import ExecutablePlan, scatter
 from drjax.engines.core.kept_results import KeptResults
 from drjax.engines.core.loop_progress import CheckpointedSteps
@@ -42,10 +54,11 @@ from drjax.engines.core.messages import (
 )
 from drjax.engines.core.number_of_groups import for_arguments
 from drjax.engines.core.options import EngineOptions
-from drjax.engines.core.progress import Report, StageReport
+from drjax.engines.core.progress import Bar, Report
 from drjax.engines.core.protocols import Engine, StageCall
 from drjax.engines.core.saved_calls import SavedCalls, SliceFiles
 from drjax.engines.core.stage_results import StageResults, check_survivors, stage_error
+from drjax.engines.core.telemetry import Telemetry
 from drjax.engines.slices.coordinates import (
     gathers_for_columns,
     is_move_of_slices,
@@ -126,6 +139,12 @@ class Runner:
         self._owner = owner
         self._sizes: dict[tuple, BlockSize] = {}  # by stage, n, and how it is read
         self.report = Report()
+        bar = [Bar()] if options.progress else []
+        traces = [Telemetry()] if telemetry.installed() else []
+        self._observers: list[Observer] = [
+            log, *traces, *bar, *getattr(engine, "observers", ()), *options.observers
+        ]  # fmt: skip
+        self._canceled = threading.Event()
         self.engine_cache: dict[str, Any] = {}
         self._named: list[Groups] = []  # whose data the latest call reads
 
@@ -146,19 +165,59 @@ class Runner:
             inputs = flat_slices(plan, args, kwargs)
             self._named = [x.source.groups for x in inputs if isinstance(x, Lazy)]
             with self._checkpoint(inputs, plan.size) as saved:
-                self.report = Report()
-                self.report.resumed = saved.resumed
+                self.report, self._began = Report(), time.perf_counter()
+                self._canceled.clear()
                 # Not in the constructor: workers start with the first call, also after
                 # `close`.
                 self.engine.open()
+                self.emit(CallStarted(plan.name, plan.size, saved.resumed))
                 try:
                     results = self._run(plan, self.kept.inputs(inputs), saved)
-                finally:
-                    self.report.finish()
+                except BaseException as error:
+                    self._ended(plan.name, error)
+                    raise
+                self._ended(plan.name, None)
                 # Only now: after an error the handles are still valid.
                 for handle in handles:
                     handle.use_up()
                 return results
+
+    def emit(self, event: Event) -> None:
+        """Tell an event to all observers; the report is the first."""
+        self.report.observe(event)
+        for observe in self._observers:
+            observe(event)
+
+    def _ended(self, name: str, error: BaseException | None) -> None:
+        self.emit(CallEnded(name, time.perf_counter() - self._began, error))
+
+    def cancel(self) -> None:
+        """End the call that runs, from another thread or from an observer.
+
+        The call raises a `CanceledError` within about a second. On Ray the workers of
+        blocks at work are ended, and others start; on Beam and Flower, what runs is
+        given up; in this process the running block ends first. A call that begins
+        later is not affected. With the option `checkpoint`, the same call resumes.
+
+        Example:
+          >>> import drjax, jax.numpy as jnp
+          >>> from drjax.backends import in_process
+          >>> mean = drjax.program(clients=4)(drjax.reduce_mean)
+          >>> plan = drjax.make_plan(mean)(jnp.arange(4.0))
+          >>> late = lambda event: run.cancel()
+          >>> run = in_process.compile(plan, observers=[late])
+          >>> try:
+          ...     run(jnp.arange(4.0))
+          ... except drjax.EngineError as error:
+          ...     print(error)
+          The call was canceled.
+        """
+        self._canceled.set()
+
+    def check_canceled(self) -> None:
+        """Raise `CanceledError` if `cancel` was called during this call."""
+        if self._canceled.is_set():
+            raise CanceledError("The call was canceled.")
 
     def _run(self, plan: Plan, inputs: list[Any], saved: checkpoint.Checkpoint) -> Any:
         """Run the plan once, and return the results of the planned function.
@@ -519,7 +578,7 @@ class _Call:
         """Run the local stage of a round for all groups, on the engine.
 
         Before that it begins to save the checkpoint's new entries. It adds a
-        `StageReport` to `self.report`. Groups that fail are dropped for the rest of the
+        report on the stage. Groups that fail are dropped for the rest of the
         call: `self.alive` is False for them.
 
         `kept` are the outputs of the stage whose slices are needed after it, and
@@ -536,8 +595,9 @@ class _Call:
         # Now, so that the file is written while the groups run.
         self.checkpoint.write()
         stage, runner, options = a_round.local, self.runner, self.options
-        stage_report = StageReport(location, stage.name)
-        self.report.stages.append(stage_report)
+        runner.check_canceled()
+        where = location, stage.name
+        runner.emit(StageStarted(*where, int(self.alive.sum())))
         dropped_before, start = len(self.report.dropped), time.perf_counter()
         n = self.plan.size
         slices = [as_slices(v, env[v]) for v in stage.inputs if v.partitioned]
@@ -556,7 +616,10 @@ class _Call:
             slices=slices,
             alive=self.alive.copy(),
             options=options,
-            lost=self.report.lost.append,
+            lost=lambda why, kind="worker", wait=0.0: runner.emit(
+                Retried(*where, kind, why, wait)
+            ),
+            check=runner.check_canceled,
             cache=runner.engine_cache,
             initial=runner.kept.initial,
         )
@@ -564,7 +627,9 @@ class _Call:
         stay = call.job.stay, runner.engine
         results = StageResults(a_round, kept, n, size, fold, *stay)
         try:
-            self._collect(call, results, stage_report, stage)
+            self._collect(call, results, where, stage)
+        except CanceledError:
+            raise
         except EngineError as error:
             # An error that names its round is complete; one from reading groups is not.
             if error.group is None or error.round is not None:
@@ -573,7 +638,8 @@ class _Call:
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             raise self._error(stage, location, why) from error
-        stage_report.seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        runner.emit(StageEnded(*where, results.groups, results.blocks, seconds))
         # Measured only where the size is ours to change.
         if options.block_size is None:
             block_size.measure(results.full_blocks)
@@ -587,32 +653,24 @@ class _Call:
         self,
         call: StageCall,
         results: StageResults,
-        stage_report: StageReport,
+        where: tuple[str, str],
         stage: Stage,
     ) -> None:
         """Run a stage on the engine, and add each block of groups to `results`.
 
         The groups that a block reports as failed are dropped for the rest of the call.
-        The progress bar is updated, `self.report.workers`, the number of blocks of each
-        process, and `groups` and `blocks` of the stage's report.
+        `where` is the location of the round, and the name of the stage.
         """
-        location = stage_report.round
-        with (
-            self._progress_bar(f"round {location}") as bar,
-            # Closing the generator lets the engine release tasks in flight after an
-            # error.
-            closing(self.runner.engine.results(call)) as blocks,
-        ):
+        # Closing the generator lets the engine release tasks in flight after an error.
+        with closing(self.runner.engine.results(call)) as blocks:
             for block, block_result in blocks:
                 for group, why in block_result.failed.items():
-                    self._fail(group, why, location, stage)
+                    self._fail(group, why, where[0], stage)
+                before = results.groups
                 results.add(block, block_result, self.alive)
-                stage_report.groups = results.groups
-                stage_report.blocks = results.blocks
-                if block_result.pid:
-                    self.report.workers[block_result.pid] += 1
-                if bar is not None:
-                    bar.update(int(block.valid.sum()))
+                done = results.groups - before
+                process, seconds = block_result.pid, block_result.seconds
+                self.runner.emit(BlockDone(*where, done, process, seconds))
 
     def _fail(self, group: int, why: str, location: str, stage: Stage) -> None:
         """Drop a group that failed for the rest of the call, or raise its error.
@@ -622,6 +680,7 @@ class _Call:
         """
         name = self.runner.name_of(group)
         why = f"{name}: {why}" if name else why
+        self.runner.emit(GroupFailed(location, stage.name, group, why))
         if self.options.on_error == "raise":
             raise self._error(stage, location, why, group)
         self.alive[group] = False
@@ -632,14 +691,3 @@ class _Call:
     ) -> EngineError:
         """Make, but not raise, the `EngineError` of a stage or a group that failed."""
         return stage_error(self.runner.plan, location, stage, why, group)
-
-    def _progress_bar(self, text: str) -> AbstractContextManager[Any]:
-        """Make a context manager for a progress bar that counts groups.
-
-        Its value in the `with` block is a `tqdm` bar; None if the option `progress` is
-        false.
-        """
-        if not self.options.progress:
-            return nullcontext()
-        tqdm = needed("tqdm", "examples", "progress=True").tqdm
-        return tqdm(total=self.plan.size, desc=text, unit="group", leave=False)

@@ -13,10 +13,13 @@ Sharp edges: the constructor itself validates nothing.
 import dataclasses
 import numbers
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from drjax._errors import DrjaxTypeError, DrjaxValueError
+from drjax.engines.core.events import Observer
+from drjax.engines.core.retries import Retry, checked_retries
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,14 @@ class EngineOptions:
         limit.
       retries: How often a block is tried again, before it is split into halves, if its
         worker was lost, or if it takes too long though none of its groups does alone.
+        Or a dict from kinds of errors to a `drjax.backends.Retry`, which has waits.
       checkpoint: A folder for what has been computed, written after each round: the
         same call, repeated after a crash, resumes from there. It is emptied at the
         end. A path, or a URL such as `gs://bucket/run`, for which fsspec and the
         package of that file system (gcsfs, s3fs, ...) must be installed.
       progress: Whether to show a bar of the groups done; needs tqdm.
+      observers: Functions that are called with each `drjax.backends.engine.events`
+        event of a call: of stages, blocks, failures and retries.
 
     Example:
       >>> from drjax.backends import EngineOptions
@@ -64,9 +70,14 @@ class EngineOptions:
     min_groups: int = 1
     check_nans: bool = False
     timeout: float | None = None
-    retries: int = 2
+    retries: int | Mapping[str, int | Retry] = 2
     checkpoint: str | os.PathLike[str] | None = None
     progress: bool = False
+    observers: Sequence[Observer] = ()
+
+    def retry(self, kind: str) -> Retry:
+        """Return how a block is tried again after an error of this kind."""
+        return checked_retries(self.retries)[kind]
 
     @staticmethod
     def checked(**values: Any) -> "EngineOptions":
@@ -92,8 +103,12 @@ class EngineOptions:
             )
         if options.block_size is not None:
             checked_integer("block_size", options.block_size, 1)
-        for name in ("min_groups", "retries"):
-            checked_integer(name, getattr(options, name), 0)
+        checked_integer("min_groups", options.min_groups, 0)
+        checked_retries(options.retries)
+        if not all(map(callable, options.observers)):
+            raise DrjaxValueError(
+                f"observers must be functions of an event, got {options.observers!r}."
+            )
         if (seconds := options.timeout) is not None:
             # True would be a second.
             number = isinstance(seconds, numbers.Real) and type(seconds) is not bool

@@ -8,8 +8,8 @@ Invariants:
   worker is faster, so that float sums do not depend on timing.
 * The number of blocks in memory is bounded: at most two for each worker are in flight,
   and as many again are done and wait for an earlier one.
-* A block that is lost is tried again `retries` times, then by halves, until one group
-  is left: that group has failed.
+* A block that is lost is tried again as often as the option `retries` says, then by
+  halves, until one group is left: that group has failed.
 
 Sharp edges: a block that takes too long goes to another worker, which runs its groups
 one by one (a *search*) and reports the group at work, so that the slow one is found
@@ -18,15 +18,19 @@ once.
 """
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from drjax._errors import CanceledError, EngineError
 from drjax.engines.core.blocks_of_groups import LoadedBlock, blocks_of_groups
 from drjax.engines.core.messages import Block, BlockResult
 from drjax.engines.core.protocols import Lost, Pool, Results, StageCall
+
+_LOOK = 1.0  # seconds between looks whether the call was canceled
 
 
 @dataclass
@@ -38,7 +42,9 @@ class _BlockState:
         `(3, 0)` and `(3, 1)`.
       failed: The reasons for groups of it that have failed already: their data could
         not be read, or they took too long alone.
-      retries_left: How often it may still be sent again after its worker was lost.
+      tries: How often it was sent again, by the kind of the error.
+      not_before: The `time.monotonic()` at which it may be sent again.
+      half: Whether it is part of a block that was lost too often: it has no retries.
       deadline: The `time.monotonic()` at which it is late; infinity without a limit.
       alone: Whether its worker has no other block: if the worker ends then, this block
         is the cause.
@@ -52,7 +58,9 @@ class _BlockState:
     position: tuple[int, ...]
     block: Block
     failed: dict[int, str]
-    retries_left: int
+    tries: Counter[str] = field(default_factory=Counter)
+    not_before: float = 0.0
+    half: bool = False
     deadline: float = float("inf")
     alone: bool = True
     task_number: int = 0
@@ -62,7 +70,7 @@ class _BlockState:
     def halves(self) -> list["_BlockState"]:
         """Split a block that ends its workers into two, to find the group that does.
 
-        Neither half is sent yet, and both have 0 `retries_left`: a half that ends its
+        Neither half is sent yet, and both have no retries: a half that ends its
         worker, too, is split at once, and not sent again as a whole. If it is one
         group, that group has failed.
         """
@@ -70,10 +78,11 @@ class _BlockState:
         # halving, and not `retries + 1`.
         first, second = self.block.halves()
         position, searched = self.position, self.searched
+        # `failed` goes with one half only, as each failure is reported once.
+        halves = ((0, first, self.failed), (1, second, {}))
         return [
-            _BlockState((*position, 0), first, self.failed, 0, searched=searched),
-            # `failed` goes with one half only, as each failure is reported once.
-            _BlockState((*position, 1), second, {}, 0, searched=searched),
+            _BlockState((*position, i), block, failed, half=True, searched=searched)
+            for i, block, failed in halves
         ]
 
     def after_search(self) -> "_BlockState":
@@ -123,7 +132,7 @@ class _Scheduler:
         loaded = blocks_of_groups(call.slices, call.alive, call.block_size)
         try:
             yield from self._run(loaded)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, CanceledError):
             # Else the next call would wait for what nobody waits for any more.
             self.in_flight.abandon()
             raise
@@ -148,12 +157,13 @@ class _Scheduler:
                     more = False
                     break
                 index, (block, failed) = item
-                state = _BlockState((index,), block, failed, self.options.retries)
+                state = _BlockState((index,), block, failed)
                 ordered.waiting.append(state.position)
                 if block.valid.any():
                     self.in_flight.send(state)
                 else:
                     ordered.add(state, _only_failures({}))
+            self.call.check()
             # Nothing is in flight if no group of the blocks so far takes part.
             for state, result in self._finished() if len(self.in_flight) else ():
                 if result is None:
@@ -163,9 +173,23 @@ class _Scheduler:
                 else:
                     ordered.add(state, result)
             # Before any new block: the results of all later blocks wait for these.
-            while self._queue and self.in_flight.free():
-                self.in_flight.send(self._queue.pop(0))
+            self._send_again()
             yield from ordered.ready()
+
+    def _send_again(self) -> None:
+        """Send the blocks of the queue whose time has come, and that workers can take.
+
+        If nothing else runs, it waits for them, for up to a second.
+        """
+        if self._queue and not len(self.in_flight):
+            first = min(state.not_before for state in self._queue)
+            time.sleep(min(max(0.0, first - time.monotonic()), _LOOK))
+        now = time.monotonic()
+        for state in [x for x in self._queue if x.not_before <= now]:
+            if not self.in_flight.free():
+                break
+            self._queue.remove(state)
+            self.in_flight.send(state)
 
     def _finished(self) -> Iterator[_Finished]:
         """Wait until tasks end or are late, and decide what is next for their blocks.
@@ -173,16 +197,20 @@ class _Scheduler:
         A block that is to be sent again is put into the queue, and not yielded. Of the
         others, one that was lost too often comes with None, and is to be split.
         """
-        for state, result in self.in_flight.wait():
+        next_sent = min((x.not_before for x in self._queue), default=float("inf"))
+        for state, result in self.in_flight.wait(next_sent):
             if isinstance(result, Lost):
-                yield from self._lost(state.after_search(), str(result))
+                state = state.after_search()
+                yield from self._lost(state, str(result), result.kind)
+            elif isinstance(result, Exception):
+                self._raised(state, result)
             elif state.search is None:
                 yield state, result
             elif state.searched:  # and groups that take too long were found
                 self._queue.append(state.after_search())
             else:
                 # No group was slow alone: the worker or the machine was.
-                yield from self._retry(state.after_search())
+                yield from self._retry(state.after_search(), "timeout")
         for state, group in self.in_flight.abandon_late():
             yield from self._out_of_time(state, group)
 
@@ -206,7 +234,7 @@ class _Scheduler:
         why = f"took longer than {self.options.timeout} s"
         groups = state.block.groups[state.block.valid]
         if state.search is not None and group is not None:
-            self.call.lost(f"group {group}: it {why}")
+            self.call.lost(f"group {group}: it {why}", "timeout")
             state.failed = state.failed | {group: f"it {why}, alone"}
             state.block = state.block.without_failed(state.failed)
             if self.options.on_error == "raise" or not state.block.valid.any():
@@ -218,47 +246,71 @@ class _Scheduler:
             state = replace(state, search=rest if rest.valid.any() else None)
             self._queue.append(replace(state, searched=True))
         elif state.search is None and not state.searched and len(groups) > 1:
-            self.call.lost(f"groups {groups[0]} to {groups[-1]}: a block {why}")
+            text = f"groups {groups[0]} to {groups[-1]}: a block {why}"
+            self.call.lost(text, "timeout")
             self._queue.append(replace(state, search=state.block))
         else:
             # A search does not help: it is late itself, or was done before, or the
             # block has only one group.
-            yield from self._lost(state.after_search(), f"a block {why}")
+            yield from self._lost(state.after_search(), f"a block {why}", "timeout")
 
-    def _lost(self, state: _BlockState, why: str) -> Iterator[_Finished]:
+    def _lost(self, state: _BlockState, why: str, kind: str) -> Iterator[_Finished]:
         """Decide what is next for a block whose worker is gone: retry, split, or fail.
 
         If `state.alone` is false, the worker may have had another block, which may be
         the cause. Then this block is sent again without using up a retry, and from then
         on each worker has one block at a time. If it is true, the block is sent again
-        while `state.retries_left` is not 0. After that it is split into halves; a block
-        of one group has failed instead.
+        while it has retries for this `kind` of error. After that it is split into
+        halves; a block of one group has failed instead.
 
         Nothing is yielded if the block is to be sent again: it goes to the queue.
         """
         groups = state.block.groups[state.block.valid]
-        self.call.lost(f"groups {groups[0]} to {groups[-1]}: {why}")
+        wait = self._wait(state, kind) if state.alone else 0.0
+        text = f"groups {groups[0]} to {groups[-1]}: {why}"
+        self.call.lost(text, kind, wait or 0.0)
         if not state.alone:
             # Another block may have ended the worker. From here on each worker has one
             # block, so that the next loss has one cause; this one costs no retry.
             # Once for each block, as all that are sent from now on are alone.
             self.in_flight.one_for_each_worker()
             self._queue.append(state)
-        elif not state.retries_left and len(groups) == 1:
+        elif wait is None and len(groups) == 1:
             yield state, _only_failures({int(groups[0]): why})
         else:
-            yield from self._retry(state)
+            yield from self._retry(state, kind)
 
-    def _retry(self, state: _BlockState) -> Iterator[_Finished]:
+    def _wait(self, state: _BlockState, kind: str) -> float | None:
+        """Return the seconds until the block may be sent again; None: no retry is left.
+
+        They are those after the next error of this kind.
+        """
+        retry, tries = self.options.retry(kind), state.tries[kind]
+        return None if state.half or tries >= retry.times else retry.delay(tries)
+
+    def _retry(self, state: _BlockState, kind: str) -> Iterator[_Finished]:
         """Put a block into the queue to be sent again, if it has retries left.
 
-        A retry is subtracted. Else the block is yielded, to be split into halves.
+        A retry is used up. Else the block is yielded, to be split into halves.
         """
-        if state.retries_left:
-            state.retries_left -= 1
-            self._queue.append(state)
-        else:
+        wait = self._wait(state, kind)
+        if wait is None:
             yield state, None
+        else:
+            state.tries[kind] += 1
+            state.not_before = time.monotonic() + wait
+            self._queue.append(state)
+
+    def _raised(self, state: _BlockState, error: Exception) -> None:
+        """Send a block again that failed, and no group of it alone; or raise that."""
+        wait = self._wait(state, "error")
+        if wait is None:
+            raise error
+        groups = state.block.groups[state.block.valid]
+        why = f"{type(error).__name__}: {str(error).strip()[:500]}"
+        text = f"groups {groups[0]} to {groups[-1]}: {why}"
+        self.call.lost(text, "error", wait)
+        assert not [*self._retry(state.after_search(), "error")]
 
 
 class _InFlight:
@@ -310,35 +362,41 @@ class _InFlight:
         state.alone = self.limit <= self.pool.workers
         self._states[self.pool.submit(task, self.file, self.shared)] = state
 
-    def wait(self) -> Iterator[tuple[_BlockState, BlockResult | Lost]]:
-        """Wait until a task is done, or until one may be late.
+    def wait(
+        self, until: float
+    ) -> Iterator[tuple[_BlockState, BlockResult | Exception]]:
+        """Wait until a task is done, or until one may be late, for a second at most.
 
         The blocks whose tasks are done come with their results, or, if the worker is
-        gone, with a `Lost`, which is not raised; they are no longer in flight. What is
-        raised means that the stage failed, and that no single group causes it.
+        gone, with a `Lost`, which is not raised; they are no longer in flight. Other
+        exceptions mean that the stage failed, and that no single group causes it.
+        `until` is a `time.monotonic()` at which there is something else to do.
         """
-        for handle in self.pool.wait([*self._states], self._patience()):
+        patience = min(self._patience(), max(0.0, until - time.monotonic()))
+        for handle in self.pool.wait([*self._states], patience):
             state = self._states.pop(handle)
             try:
                 result = self.pool.result(handle)
-            # Any other exception is the stage's own, and ends the call.
-            except Lost as error:
+            # Not of the stage, but of the engine.
+            except EngineError:
+                raise
+            except Exception as error:
                 yield state, error
             else:
                 yield state, result
 
-    def _patience(self) -> float | None:
+    def _patience(self) -> float:
         """Return how long to wait for a task before looking for late ones, in seconds.
 
         It is the time to the first deadline; but an eighth of the option `timeout` at
         most while some task is a search, which runs groups one by one, as each of them
-        has the time limit. None if there is no time limit. At least one block must be
-        in flight.
+        has the time limit. A second at most, to notice that the call was canceled. At
+        least one block must be in flight.
         """
         if self.timeout is None:
-            return None
+            return _LOOK
         first = min(state.deadline for state in self._states.values())
-        remaining = max(0.0, first - time.monotonic())
+        remaining = min(_LOOK, max(0.0, first - time.monotonic()))
         # In a search each group has the limit, so workers are asked more often.
         searching = any(state.search for state in self._states.values())
         return min(remaining, self.timeout / 8) if searching else remaining

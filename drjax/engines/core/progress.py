@@ -1,7 +1,7 @@
-"""The report on a call: stages, blocks, lost workers and dropped groups.
+"""The report on a call: stages, blocks, lost workers and dropped groups; and its bar.
 
-Input: counts and reasons that the driver adds while a call runs. Output: a `Report`,
-which prints itself as a table.
+Input: the events of a call, of which both are observers. Output: a `Report`, which
+prints itself as a table; a bar of the groups done.
 
 Invariants: `dropped` has each group that was dropped in this call, or before it was
 resumed, once.
@@ -11,9 +11,20 @@ twice.
 """
 
 import dataclasses
-import time
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
+
+from drjax._extras import needed
+from drjax.engines.core.events import (
+    BlockDone,
+    CallEnded,
+    CallStarted,
+    Event,
+    Retried,
+    StageEnded,
+    StageStarted,
+)
 
 
 @dataclass
@@ -55,11 +66,25 @@ class Report:
     dropped: dict[int, str] = field(default_factory=dict)
     resumed: int = 0
     seconds: float = 0.0
-    _began: float = field(default_factory=time.perf_counter, repr=False)
 
-    def finish(self) -> None:
-        """Set `seconds` to the time since the call began."""
-        self.seconds = time.perf_counter() - self._began
+    def observe(self, event: Event) -> None:
+        """Add an event of the call."""
+        match event:
+            case CallStarted():
+                self.resumed = event.resumed
+            case StageStarted():
+                self.stages.append(StageReport(event.round, event.stage))
+            case BlockDone():
+                self.stages[-1].groups += event.groups
+                if event.process:
+                    self.stages[-1].blocks += 1
+                    self.workers[event.process] += 1
+            case Retried():
+                self.lost.append(event.why)
+            case StageEnded():
+                self.stages[-1].seconds = event.seconds
+            case CallEnded():
+                self.seconds = event.seconds
 
     def __str__(self) -> str:
         lines: list[tuple[str, ...]] = [
@@ -83,3 +108,25 @@ class Report:
             text.append(f"{self.resumed} stages and steps from a checkpoint")
         text += [f"dropped group {g}: {why}" for g, why in sorted(self.dropped.items())]
         return "\n".join(text)
+
+
+class Bar:
+    """A bar, by tqdm, of the groups done in each stage."""
+
+    def __init__(self) -> None:
+        self._tqdm = needed("tqdm", "examples", "progress=True").tqdm
+        self._bar: Any = None
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case StageStarted():
+                text, unit = f"round {event.round}", "group"
+                self._bar = self._tqdm(
+                    total=event.groups, desc=text, unit=unit, leave=False
+                )
+            case BlockDone():
+                self._bar.update(event.groups)
+            case StageEnded() | CallEnded():
+                if self._bar is not None:
+                    self._bar.close()
+                self._bar = None

@@ -36,7 +36,9 @@ class StageCall:
       alive: Which groups take part, bool `[n]`; the others were dropped.
       block_size: The number of groups in a block; the last may have fewer.
       lost: The engine calls it with the reason whenever a block is lost and tried
-        again.
+        again; also with the kind of the error (`Retry`), and the seconds to wait.
+      check: The engine calls it at least once a second: it raises `CanceledError` once
+        the call was canceled.
       cache: Where the engine may store objects, by keys of its own, between calls of
         the same `Runner`.
       initial: A description, as JSON data, of one group's slice of the kept arguments
@@ -50,7 +52,8 @@ class StageCall:
     alive: np.ndarray
     block_size: int
     options: EngineOptions
-    lost: Callable[[str], None]
+    lost: Callable[..., None]
+    check: Callable[[], None]
     cache: dict[str, Any]
     initial: Any = None
 
@@ -102,8 +105,13 @@ class Engine(Protocol):
 class Lost(Exception):
     """Raised by `Pool.result` if the worker of a block is gone.
 
-    No group is to blame: the block may be tried again on another worker.
+    No group is to blame: the block may be tried again on another worker. `kind` is that
+    of the error, as in `Retry`.
     """
+
+    def __init__(self, why: str, kind: str = "worker"):
+        super().__init__(why)
+        self.kind = kind
 
 
 class Pool(Protocol):

@@ -35,6 +35,7 @@ from drjax.engines.core.messages import BlockResult, Task, WorkerState
 from drjax.engines.core.options import EngineOptions, checked_integer
 from drjax.engines.core.protocols import Lost, Results, StageCall
 from drjax.engines.ray.actor import Worker, without_slices
+from drjax.engines.ray.metrics import Metrics
 from drjax.engines.ray.placement import Placement
 from drjax.engines.ray.process_exit import ListeningProcess
 from drjax.engines.ray.resident_slices import ResidentSlices
@@ -279,6 +280,7 @@ class Actors(Keeping):
       generation: An int that grows when actors are started and when they are ended.
       stays: `"kept"`: results that are kept, and slices that workers read from each
         other, are objects in the store.
+      observers: Of the events of calls: Ray's own metrics.
 
     Raises:
       DrjaxValueError: `workers` is no integer from 1.
@@ -295,6 +297,7 @@ class Actors(Keeping):
         self.workers = checked_integer("workers", workers, 1)
         self.devices = checked_integer("devices_per_group", devices_per_group, 1)
         self.generation, self.stays = 0, "kept"
+        self.observers = [Metrics()]
         self._options: dict[str, Any] = ray_options or {}
         self._connection = _Connection(address, self._reset)
         self._ray = self._connection.module
@@ -491,7 +494,8 @@ class Actors(Keeping):
             self._replace(actor)
             # The rest is Ray's own advice, many lines of it.
             why = f"a worker died: {str(error).strip().splitlines()[0]}"
-            raise Lost(why) from error
+            memory = isinstance(error, errors.OutOfMemoryError)
+            raise Lost(why, "memory" if memory else "worker") from error
 
     def abandon(self, handle: ObjectRef) -> None:
         self._replace(self._placement.finished(handle))

@@ -1,7 +1,8 @@
 """The Ray backend on two workers: the conformance test, and what is its own.
 
 Covers: drjax.engines.ray.adapter, drjax.engines.ray.actor,
-drjax.engines.ray.process_exit, drjax.engines.ray.placement.
+drjax.engines.ray.process_exit, drjax.engines.ray.placement,
+drjax.engines.ray.metrics.
 """
 
 import importlib
@@ -277,6 +278,43 @@ def test_an_interrupted_call_does_not_delay_the_next(actors):
     start = time.monotonic()
     assert run(x) == 1
     assert time.monotonic() - start < 120
+
+
+def test_metrics_are_those_of_ray(actors, monkeypatch):
+    metrics, recorded = importlib.import_module("ray.util.metrics"), []
+    for kind, method in (("Counter", "inc"), ("Histogram", "observe")):
+        original = getattr(getattr(metrics, kind), method)
+
+        def record(self, value, tags=None, original=original):
+            recorded.append((self.info["name"], value, tags))
+            return original(self, value, tags)
+
+        monkeypatch.setattr(getattr(metrics, kind), method, record)
+    n, (x, w) = 4, slices_for(4)
+    run = ray.compile(weighted_plan(n), workers=actors, block_size=2, on_error="drop",
+                      check_nans=True)  # fmt: skip
+    x[3] = np.nan
+    run(np.float32(2), (x, w))
+    total = lambda name: sum(value for name_, value, _ in recorded if name_ == name)
+    done = sum(stage.groups for stage in run.report.stages)
+    assert total("drjax_groups") == done > 0
+    assert total("drjax_failures") == 1
+    assert [x for x in recorded if x[0] == "drjax_block_seconds"]
+    assert all(tags["program"] == "step" for *_, tags in recorded)
+
+
+def test_a_canceled_call_ends_what_runs(actors):
+    n = 2
+    with ray.compile(stuck_plan(3), workers=actors, block_size=1) as run:
+        run(np.zeros(3, np.float32))
+        threading.Timer(2.0, run.cancel).start()
+        begin = time.monotonic()
+        with pytest.raises(drjax.CanceledError):
+            run(np.arange(3, dtype=np.float32))
+        assert time.monotonic() - begin < HANGS / 4
+        assert run(np.ones(3, np.float32)) == 3
+    # Those that were ended are replaced, now or soon.
+    assert actors.working + len(actors._starting) == n
 
 
 def test_a_poisoned_file(tmp_path, actors):
