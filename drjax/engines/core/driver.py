@@ -42,6 +42,7 @@ from drjax.engines.core.events import (
     Retried,
     StageEnded,
     StageStarted,
+    WorkersChanged,
     log,
 )
 from drjax.engines.core.executable_plan import ExecutablePlan, scatter
@@ -620,6 +621,7 @@ class _Call:
                 Retried(*where, kind, why, wait)
             ),
             check=runner.check_canceled,
+            workers=lambda count: runner.emit(WorkersChanged(count)),
             cache=runner.engine_cache,
             initial=runner.kept.initial,
         )

@@ -164,6 +164,7 @@ class _Scheduler:
                 else:
                     ordered.add(state, _only_failures({}))
             self.call.check()
+            self.call.workers(self.in_flight.pool.working)
             # Nothing is in flight if no group of the blocks so far takes part.
             for state, result in self._finished() if len(self.in_flight) else ():
                 if result is None:
@@ -179,9 +180,12 @@ class _Scheduler:
     def _send_again(self) -> None:
         """Send the blocks of the queue whose time has come, and that workers can take.
 
-        If nothing else runs, it waits for them, for up to a second.
+        If nothing else runs, it waits for them, or for a worker, for up to a second.
         """
-        if self._queue and not len(self.in_flight):
+        pool = self.in_flight.pool
+        if not len(self.in_flight) and not pool.working:
+            pool.wait([], _LOOK)
+        elif self._queue and not len(self.in_flight):
             first = min(state.not_before for state in self._queue)
             time.sleep(min(max(0.0, first - time.monotonic()), _LOOK))
         now = time.monotonic()
@@ -318,9 +322,6 @@ class _InFlight:
 
     `file` and `shared` are the references that `Pool.share` returned for the plan file
     and for the global inputs.
-
-    Attributes:
-      limit: How many blocks may be in flight.
     """
 
     def __init__(self, pool: Pool, call: StageCall, file: Any, shared: Any):
@@ -328,23 +329,27 @@ class _InFlight:
         self.timeout = call.options.timeout
         # Two blocks for each worker hide the time that messages take. With a time limit
         # a worker has one block, as the clock must start when its work begins.
-        depth = 2 if self.timeout is None else 1
-        self.limit = depth * pool.workers
+        self._depth = 2 if self.timeout is None else 1
         self._states: dict[Any, _BlockState] = {}  # by the pool's handle
 
     def __len__(self) -> int:
         return len(self._states)
+
+    @property
+    def limit(self) -> int:
+        """How many blocks may be in flight, with the workers that there are now."""
+        return self._depth * self.pool.working
 
     def free(self) -> bool:
         """Return whether fewer than `limit` blocks are in flight."""
         return len(self._states) < self.limit
 
     def one_for_each_worker(self) -> None:
-        """Set `limit` to the number of workers, so that each has at most one new block.
+        """Let each worker have at most one new block.
 
         Blocks that are in flight already stay.
         """
-        self.limit = self.pool.workers
+        self._depth = 1
 
     def send(self, state: _BlockState) -> None:
         """Send a block to a worker; if `state.search` is not None, send that instead.
@@ -359,7 +364,7 @@ class _InFlight:
             # A search may take as long as halving the block down to one group.
             limits = 1 if state.search is None else 1 + len(block.groups).bit_length()
             state.deadline = time.monotonic() + limits * self.timeout
-        state.alone = self.limit <= self.pool.workers
+        state.alone = self._depth == 1
         self._states[self.pool.submit(task, self.file, self.shared)] = state
 
     def wait(

@@ -39,6 +39,7 @@ class StageCall:
         again; also with the kind of the error (`Retry`), and the seconds to wait.
       check: The engine calls it at least once a second: it raises `CanceledError` once
         the call was canceled.
+      workers: The engine calls it with the number of workers whenever that changes.
       cache: Where the engine may store objects, by keys of its own, between calls of
         the same `Runner`.
       initial: A description, as JSON data, of one group's slice of the kept arguments
@@ -54,6 +55,7 @@ class StageCall:
     options: EngineOptions
     lost: Callable[..., None]
     check: Callable[[], None]
+    workers: Callable[[int], None]
     cache: dict[str, Any]
     initial: Any = None
 
@@ -122,7 +124,7 @@ class Pool(Protocol):
     `abandon` and `forget` each end the use of a handle.
 
     Attributes:
-      workers: How many workers there are.
+      workers: How many workers there are, if none is away.
       stays: As of an `Engine`.
       generation: A number that grows whenever all workers are started again, and
         objects that were shared with the former ones are gone.
@@ -131,6 +133,11 @@ class Pool(Protocol):
     workers: int
     stays: str
     generation: int
+
+    @property
+    def working(self) -> int:
+        """How many workers can take tasks now."""
+        ...
 
     def share(self, x: File | list[np.ndarray]) -> Any:
         """Make an object available to all workers; return a reference for `submit`.
@@ -150,15 +157,16 @@ class Pool(Protocol):
     def wait(self, handles: Sequence[Any], timeout: float | None) -> Sequence[Any]:
         """Wait until some task is done, and return the handles of those that are.
 
-        The result is empty only if `timeout` seconds are over; None: no limit.
+        The result is empty if `timeout` seconds are over, None: no limit, or if a
+        worker has joined. Without handles it waits for a worker, if there is none.
         """
         ...
 
     def result(self, handle: Any) -> BlockResult:
         """Return the result of a task that is done.
 
-        `Lost` is raised if the worker is gone, and was replaced by another; and what
-        the stage raised, or an exception with its text.
+        `Lost` is raised if the worker is gone; and what the stage raised, or an
+        exception with its text. Another worker may join later, in `wait`.
         """
         ...
 

@@ -369,7 +369,8 @@ class Nodes(Keeping):
 
     def __init__(self, grid: Grid, clients: Assignment, start: float, drop: bool):
         super().__init__()
-        self.workers, self.stays = clients.size, "all"
+        self.workers = self.working = clients.size
+        self.stays = "all"
         self._scope, self._runs = client_data.new_scope(), itertools.count()
         self._clients, self._start, self._opened = clients, start, False
         self._messages, self.secure_range = _Messages(grid), 8.0

@@ -75,6 +75,10 @@ class InProcess:
         self.generation = 0
         self.stays = ""  # the driver has what stays: it is the same process
 
+    @property
+    def working(self) -> int:
+        return self.workers
+
     def open(self) -> None:
         pass
 

@@ -4,7 +4,8 @@ Input: a plan and options. Output: a `Runner`. Each actor is a process that load
 plan's file once and compiles each stage once.
 
 Retries: an actor that dies is replaced, and `core/pool_scheduler.py` runs its blocks
-again on other actors, at most `retries=` times (`core/options.py`).
+again on other actors, as often as `retries=` says (`core/options.py`). Nothing waits
+for an actor that starts, while others work.
 
 Invariants: Ray that was started here is shut down when the last `Actors` closes; Ray
 that ran before is left alone. Ray is used through `_Connection.live`, which raises once
@@ -46,9 +47,10 @@ from drjax.plan import Plan, Value
 ObjectRef: TypeAlias = Any
 ActorHandle: TypeAlias = Any
 
-_START = 120  # seconds for all workers to start
+_START = 120  # seconds for workers to start, while there are too few
 _ANSWER = 10  # seconds for a worker to say what it does
 _LOOK = 1.0  # seconds between looks whether Ray is still there
+_FAILED_STARTS = 5  # one after the other, before it is an error
 _INLINE = 64 << 10  # bytes that go into the message itself
 _RESIDENT = 0.25  # of the object store, for slices that are the same in each round
 _ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"  # many workers share the cores
@@ -57,7 +59,7 @@ _ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"  # many workers share the cor
 def compile(
     plan: Plan,
     *,
-    workers: "int | Actors" = 2,
+    workers: "int | tuple[int, int] | Actors" = 2,
     address: str | None = None,
     ray_options: dict[str, Any] | None = None,
     devices_per_group: int | None = None,
@@ -71,8 +73,10 @@ def compile(
 
     Args:
       plan: The plan.
-      workers: The number of actors; or `Actors`, which several plans may share, and
-        which the caller closes.
+      workers: The number of actors. Or `(least, most)`: the first call begins when
+        `least` have started, and the others join while it runs. A worker that is lost
+        is replaced once there is room; nothing waits for that while another works. Or
+        `Actors`, which several plans may share, and which the caller closes.
       address: The address of a Ray cluster, as for `ray.init`.
       ray_options: Options of the actors, as for an actor's `.options()`: `num_gpus`,
         `resources`, `runtime_env`, ... Default: one CPU each.
@@ -264,7 +268,8 @@ class Actors(Keeping):
     """Workers as Ray actors: a `drjax.engines.core.protocols.Pool`.
 
     Args:
-      workers: The number of actors.
+      workers: The number of actors; or `(least, most)`: a call begins with at least
+        the former, and others join while it runs.
       address: The address of a Ray cluster, as for `ray.init`. Default: Ray on this
         machine, which is started if the process is not connected to one.
       ray_options: A dict of options of the actors, as for an actor's `.options()`:
@@ -276,25 +281,32 @@ class Actors(Keeping):
         devices themselves, by `JAX_NUM_CPU_DEVICES` in its `env_vars`.
 
     Attributes:
-      workers: The number of actors.
+      workers: The number of actors, if none is away; `working` is how many work now.
       generation: An int that grows when actors are started and when they are ended.
       stays: `"kept"`: results that are kept, and slices that workers read from each
         other, are objects in the store.
       observers: Of the events of calls: Ray's own metrics.
 
     Raises:
-      DrjaxValueError: `workers` is no integer from 1.
+      DrjaxValueError: `workers` is no integer from 1, nor two.
     """
 
     def __init__(
         self,
-        workers: int,
+        workers: int | tuple[int, int],
         address: str | None = None,
         ray_options: dict[str, Any] | None = None,
         devices_per_group: int = 1,
     ):
         super().__init__()
-        self.workers = checked_integer("workers", workers, 1)
+        pair = workers if isinstance(workers, tuple) else (workers, workers)
+        if len(pair) != 2:
+            raise DrjaxValueError(
+                f"workers must be an integer, or (least, most), got {workers!r}."
+            )
+        self._least = self._needed = checked_integer("workers", pair[0], 1)
+        self.workers = checked_integer("workers", pair[1], pair[0])
+        self._failed_starts = 0
         self.devices = checked_integer("devices_per_group", devices_per_group, 1)
         self.generation, self.stays = 0, "kept"
         self.observers = [Metrics()]
@@ -313,6 +325,8 @@ class Actors(Keeping):
         # Objects that were shared with the former actors are gone with them.
         self.generation += 1
         self._placement = Placement()
+        self._starting: dict[ObjectRef, ActorHandle] = {}  # by when they have started
+        self._last_enough = time.monotonic()
         put = lambda slices: self._connection.live().put(slices)
         self._slices = ResidentSlices(put, self.read, limit)
         self._staying: dict[Any, Any] = {}  # by the handle of a task in flight
@@ -320,22 +334,32 @@ class Actors(Keeping):
     # -----------------------------------------------------------------------------
     # Workers
 
+    @property
+    def working(self) -> int:
+        return len(self._placement.workers)
+
     def open(self) -> None:
         ray = self._connection.live()
         # Warm: both the actors and the Ray in which they live.
-        if self._placement.workers and ray.is_initialized():
+        if (self.working or self._starting) and ray.is_initialized():
             return
         self._connection.reset()
         self._connection.open(self.workers)
         self._reset(_RESIDENT * self._connection.store_bytes)
-        self._placement = Placement(self._start() for _ in range(self.workers))
-        self._wait_until_started(self._placement.workers)
+        self._needed, self._failed_starts = self._least, 0
+        for _ in range(self.workers):
+            self._start()
+        while self.working < self._least:
+            self._watch([], _LOOK)
+        # From here on work goes on with those that are left.
+        self._needed = 1
+        while self._watch([], 0):  # those that have started by now
+            pass
 
-    def _start(self) -> ActorHandle:
-        """Start an actor, without waiting; return Ray's handle of the actor.
+    def _start(self) -> None:
+        """Start an actor, without waiting: it joins the workers in `_wait`.
 
-        Ray delays the start of an actor until the resources for it are free. The actor
-        is not recorded: the caller does that.
+        Ray delays the start of an actor until the resources for it are free.
         """
         ray = self._connection.live()
         flags = f"{os.environ.get('XLA_FLAGS', '')} {_ONE_THREAD}".strip()
@@ -351,41 +375,63 @@ class Actors(Keeping):
         # A second thread in each actor, to answer `state` while `run` runs.
         kind = ray.remote(concurrency_groups={"asked": 1})(Worker)
         # No restarts by Ray: a new actor must be sent the plan file again.
-        return kind.options(max_restarts=0, **options).remote()
+        actor = kind.options(max_restarts=0, **options).remote()
+        self._starting[_ask(actor.state)] = actor
 
-    def _wait_until_started(self, actors: list[ActorHandle]) -> None:
-        """Wait until all of these actors have started and answered.
+    def _watch(self, handles: Sequence[ObjectRef], timeout: float | None) -> list[Any]:
+        """Wait until a task is done, or a worker has started, which joins the others.
 
-        If some did not within 120 seconds, for lack of resources, this pool is closed,
-        and an `EngineError` is raised; as it is if the raylet has ended.
+        The result has references of both; with a `timeout` of 0, of all that are done.
+        `EngineError`: there are too few workers, and none has joined for 120 seconds.
         """
-        ready = [_ask(actor.state) for actor in actors]
-        # Ray queues actors for which it has no resources, without an error.
-        if self._connection.wait(ready, len(ready), _START)[1]:
-            resources = self._ray.cluster_resources()
+        watched = [*handles, *self._starting]
+        done: list[ObjectRef] = []
+        if watched:
+            count = len(watched) if timeout == 0 else 1
+            done, _ = self._connection.wait(watched, count, timeout)
+        for reference in done:
+            if actor := self._starting.pop(reference, None):
+                self._join(actor, reference)
+        now = time.monotonic()
+        if self.working >= self._needed:
+            self._last_enough = now
+        elif now - self._last_enough > _START:
+            resources, needed = self._ray.cluster_resources(), self._needed
             self.close()
             raise EngineError(
-                f"{self.workers} workers did not start on Ray within {_START} s. Its "
+                f"{needed} workers did not start on Ray within {_START} s. Its "
                 f"resources are {resources}, of which others have some: "
                 'ask for fewer workers, or for less by ray_options={"num_cpus": ...}.'
             )
-        # A call that failed is ready, too: `get` raises why its actor did not start.
-        self._ray.get(ready)
+        return done
+
+    def _join(self, actor: ActorHandle, started: ObjectRef) -> None:
+        """Add an actor to the workers, or start another if it was lost meanwhile."""
+        try:
+            self._ray.get(started)
+        except self._ray.exceptions.RayActorError as error:
+            self._failed_starts += 1
+            if self._failed_starts > _FAILED_STARTS:
+                why = str(error).strip()
+                self.close()
+                raise EngineError(f"Workers on Ray do not start: {why}") from error
+            self._start()
+        else:
+            self._failed_starts = 0
+            self._placement.workers.append(actor)
 
     def _replace(self, actor: ActorHandle) -> None:
-        """Kill an actor that is dead or too slow, and wait until another has started.
+        """Kill an actor that is dead or too slow, and start another, without waiting.
 
-        The new one takes its place in `self._placement.workers`, the list of current
-        actors. If the actor is not in this list, it was replaced already, and nothing
+        If the actor is not among the workers, it was replaced already, and nothing
         happens.
         """
         if actor not in self._placement.workers:
             return  # it was replaced already
         # What is taken for dead may live, and would keep what the next one needs.
         self._ray.kill(actor)
-        new = self._start()
-        self._placement.replace(actor, new)
-        self._wait_until_started([new])  # its start is no part of a block's time
+        self._placement.remove(actor)
+        self._start()
 
     def check_mesh(self, axes: MeshAxes) -> None:
         fix = f"Pass devices_per_group={devices_of(axes)}."
@@ -403,15 +449,18 @@ class Actors(Keeping):
                 raise MeshError(text)
 
     def states(self) -> list[WorkerState]:
-        states, errors = [], self._ray.exceptions
-        for state in [_ask(actor.state) for actor in self._placement.workers]:
-            # It is being replaced, or has no time to answer.
-            with suppress(errors.RayActorError, errors.GetTimeoutError):
-                states.append(self._ray.get(state, timeout=_ANSWER))
+        states, asked = [], [_ask(actor.state) for actor in self._placement.workers]
+        if not asked:
+            return []
+        # At once, or each machine that is out of reach would cost that time.
+        for state in self._connection.wait(asked, len(asked), _ANSWER)[0]:
+            with suppress(self._ray.exceptions.RayActorError):  # it was lost
+                states.append(self._ray.get(state))
         return states
 
     def close(self) -> None:
-        for actor in self._placement.workers if self._ray.is_initialized() else ():
+        actors = [*self._placement.workers, *self._starting.values()]
+        for actor in actors if self._ray.is_initialized() else ():
             self._ray.kill(actor)
         self._reset()
         self._connection.close()
@@ -432,6 +481,8 @@ class Actors(Keeping):
         return piece.digest
 
     def load(self, folder: str, digests: Sequence[str]) -> list["_Piece"]:
+        while not self.working:
+            self._watch([], _LOOK)
         pairs = [
             actor.load.options(num_returns=2).remote(folder, digest)
             for actor, digest in zip(itertools.cycle(self._placement.workers), digests)
@@ -481,7 +532,8 @@ class Actors(Keeping):
     def wait(
         self, handles: Sequence[ObjectRef], timeout: float | None
     ) -> Sequence[ObjectRef]:
-        return self._connection.wait(handles, 1, timeout)[0]
+        done = {*self._watch(handles, timeout)}
+        return [handle for handle in handles if handle in done]
 
     def result(self, handle: ObjectRef) -> BlockResult:
         actor, errors = self._placement.finished(handle), self._ray.exceptions

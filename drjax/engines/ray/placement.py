@@ -35,7 +35,7 @@ class Placement:
     Ray's actors and its references.
 
     Attributes:
-      workers: The current workers; a replaced one is no longer in it.
+      workers: The current workers: new ones are appended.
       abandoned: The tasks, by handle, whose results are not needed, but which may still
         run.
     """
@@ -79,11 +79,10 @@ class Placement:
             self.abandoned[handle] = task
         return task
 
-    def replace(self, worker: Any, new: Any) -> None:
-        """Put a new worker in the place of one that has ended.
+    def remove(self, worker: Any) -> None:
+        """Remove a worker that has ended, its plan files, and its abandoned tasks.
 
-        The new one has no plan files and no tasks. Abandoned tasks of the other are
-        removed; a task in flight stays until `finished`.
+        A task in flight stays until `finished`.
         """
         self.abandoned = {
             handle: task
@@ -91,7 +90,7 @@ class Placement:
             if task.worker is not worker
         }
         self._files.pop(worker, None)
-        self.workers[self.workers.index(worker)] = new
+        self.workers.remove(worker)
 
     def settle(
         self,
@@ -103,7 +102,7 @@ class Placement:
 
         `wait(handles, count, seconds)` returns lists `(done, not done)` of the handles,
         as soon as `count` tasks are done or the time is over. `replace_worker` ends a
-        worker, starts another, and calls `replace`. `timeout` is how many seconds
+        worker, starts another, and calls `remove`. `timeout` is how many seconds
         abandoned tasks get to end; None: no worker is replaced, and no task is waited
         for.
         """

@@ -26,8 +26,9 @@ def test_a_new_worker_has_neither_files_nor_tasks():
     assert [tasks.first_use(A, name) for name in ("x", "y", "x")] == [1, 1, 0]
     tasks.submitted(0, A, 10)
     tasks.abandon(0)
-    tasks.replace(A, C)
-    assert tasks.workers == [C, B] and not tasks.abandoned
+    tasks.remove(A)
+    assert tasks.workers == [B] and not tasks.abandoned
+    tasks.workers.append(C)
     assert tasks.first_use(C, "x")
 
 
@@ -44,7 +45,7 @@ def test_abandoned_tasks_get_the_time_limit(timeout, replaced, caplog):
 
     def replace(worker):
         finished.append(worker)
-        tasks.replace(worker, f"new {worker}")
+        tasks.remove(worker)
 
     tasks.settle(wait, replace, timeout)
     # The second task of a worker that was replaced is gone with it.

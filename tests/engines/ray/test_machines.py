@@ -1,0 +1,110 @@
+"""Machines that come and go: nodes of a cluster that are lost, and that join.
+
+Covers: drjax.engines.ray.adapter.
+"""
+
+import importlib
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import drjax
+from drjax.backends import ray
+from drjax.backends.engine import events
+from drjax.engines.ray import adapter
+from tests.helpers.conformance import slow_work
+from tests.helpers.raising import raises
+from tests.helpers.run_python import HANGS
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.usefixtures("leaks_unchecked"),
+    # Ray 2.55's own, which Flower's simulation needs:
+    pytest.mark.filterwarnings("ignore:Tip. In future versions of Ray"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+N = 8
+NODE = {"num_cpus": 1, "object_store_memory": 200 << 20}
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """A cluster of one node with one CPU, to which this process is connected."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    engine = importlib.import_module("ray")
+    utils = importlib.import_module("ray.cluster_utils")
+    head = {**NODE, "include_dashboard": False}
+    result = utils.Cluster(initialize_head=True, head_node_args=head)
+    engine.init(address=result.address, log_to_driver=False)
+    yield result
+    engine.shutdown()
+    result.shutdown()
+
+
+@pytest.fixture(scope="module")
+def plan():
+    @drjax.program(clients=N)
+    def mean(model, x):
+        slices = drjax.map_fn(slow_work, (drjax.broadcast(model), x))
+        return drjax.reduce_mean(slices)
+
+    return drjax.make_plan(mean)(*args())
+
+
+def args():
+    return np.float32(2), np.arange(1, N + 1, dtype=np.float32)
+
+
+def right(result):
+    np.testing.assert_allclose(result, np.mean(2 * np.sqrt(args()[1])), rtol=1e-6)
+
+
+def test_a_lost_node_is_not_waited_for(cluster, plan):
+    """Its worker's blocks run on the other node, in that call and in later ones."""
+    seen = []
+    other = cluster.add_node(**NODE)
+    options = {"block_size": 1, "observers": [seen.append]}
+    with ray.compile(plan, workers=2, **options) as run:
+        right(run(*args()))
+        assert len(run.report.workers) == 2
+        threading.Timer(0.5, cluster.remove_node, [other]).start()
+        begin = time.monotonic()
+        for _ in range(2):
+            right(run(*args()))
+        assert time.monotonic() - begin < adapter._START
+        assert len(run.report.workers) == 1 and not run.report.lost
+        counts = [x.workers for x in seen if isinstance(x, events.WorkersChanged)]
+        assert counts == [1]
+        # A node joins during a call, and the worker that waits for room with it.
+        node = threading.Timer(0.5, cluster.add_node, [], NODE)
+        node.start()
+        end = time.monotonic() + HANGS
+        while counts[-1] < 2 and time.monotonic() < end:
+            right(run(*args()))
+            counts = [x.workers for x in seen if isinstance(x, events.WorkersChanged)]
+        assert counts == [1, 2] and len(run.report.workers) == 2
+        node.join()
+
+
+def test_a_call_begins_with_the_least(cluster, plan):
+    seen = []
+    options = {"block_size": 1, "observers": [seen.append]}
+    with ray.compile(plan, workers=(1, 3), **options) as run:
+        right(run(*args()))
+        assert len(run.report.workers) == 1
+        cluster.add_node(**NODE)
+        end = time.monotonic() + HANGS
+        while len(run.report.workers) < 2 and time.monotonic() < end:
+            right(run(*args()))
+        assert len(run.report.workers) == 2
+        counts = [x.workers for x in seen if isinstance(x, events.WorkersChanged)]
+        assert counts == [2]
+
+
+@pytest.mark.parametrize("workers", [(0, 2), (3, 2), (1, 2, 3), ("1", 2)])
+def test_numbers_of_workers_that_are_none(plan, workers):
+    text = "workers must be an integer"
+    raises(drjax.DrjaxValueError, text, lambda: ray.compile(plan, workers=workers))
