@@ -145,7 +145,7 @@ class Runner:
         self._observers: list[Observer] = [
             log, *traces, *bar, *getattr(engine, "observers", ()), *options.observers
         ]  # fmt: skip
-        self._canceled = threading.Event()
+        self._canceled, self._count = threading.Event(), engine.workers
         self.engine_cache: dict[str, Any] = {}
         self._named: list[Groups] = []  # whose data the latest call reads
 
@@ -188,6 +188,12 @@ class Runner:
         self.report.observe(event)
         for observe in self._observers:
             observe(event)
+
+    def count_workers(self, count: int) -> None:
+        """Tell observers how many workers there are, if that has changed."""
+        if count != self._count:
+            self._count = count
+            self.emit(WorkersChanged(count))
 
     def _ended(self, name: str, error: BaseException | None) -> None:
         self.emit(CallEnded(name, time.perf_counter() - self._began, error))
@@ -621,7 +627,7 @@ class _Call:
                 Retried(*where, kind, why, wait)
             ),
             check=runner.check_canceled,
-            workers=lambda count: runner.emit(WorkersChanged(count)),
+            workers=runner.count_workers,
             cache=runner.engine_cache,
             initial=runner.kept.initial,
         )

@@ -39,7 +39,7 @@ class StageCall:
         again; also with the kind of the error (`Retry`), and the seconds to wait.
       check: The engine calls it at least once a second: it raises `CanceledError` once
         the call was canceled.
-      workers: The engine calls it with the number of workers whenever that changes.
+      workers: An engine whose workers come and go calls it with their number.
       cache: Where the engine may store objects, by keys of its own, between calls of
         the same `Runner`.
       initial: A description, as JSON data, of one group's slice of the kept arguments
