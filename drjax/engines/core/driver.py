@@ -171,7 +171,8 @@ class Runner:
                 # Not in the constructor: workers start with the first call, also after
                 # `close`.
                 self.engine.open()
-                self.emit(CallStarted(plan.name, plan.size, saved.resumed))
+                workers = self.engine.workers
+                self.emit(CallStarted(plan.name, plan.size, workers, saved.resumed))
                 try:
                     results = self._run(plan, self.kept.inputs(inputs), saved)
                 except BaseException as error:

@@ -29,11 +29,13 @@ class CallStarted(Event):
     Attributes:
       program: The name of the planned function, text.
       groups: How many groups it has, int.
+      workers: How many workers the engine has, if none is away, int.
       resumed: How many stages and steps of loops come from a checkpoint, int.
     """
 
     program: str
     groups: int
+    workers: int
     resumed: int
 
 

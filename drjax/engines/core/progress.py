@@ -58,6 +58,9 @@ class Report:
       dropped: Why groups were dropped, a dict from group index to reason.
       resumed: How many stages and steps of loops came from a checkpoint, int.
       seconds: How long the call took, float.
+      busy: The seconds that workers took for blocks whose results count, float.
+      possible: The seconds that the stages took, times the number of workers, those
+        that are away included, float. `busy / possible` is the goodput.
     """
 
     stages: list[StageReport] = field(default_factory=list)
@@ -66,16 +69,20 @@ class Report:
     dropped: dict[int, str] = field(default_factory=dict)
     resumed: int = 0
     seconds: float = 0.0
+    busy: float = 0.0
+    possible: float = 0.0
+    _workers: int = field(default=0, repr=False)
 
     def observe(self, event: Event) -> None:
         """Add an event of the call."""
         match event:
             case CallStarted():
-                self.resumed = event.resumed
+                self.resumed, self._workers = event.resumed, event.workers
             case StageStarted():
                 self.stages.append(StageReport(event.round, event.stage))
             case BlockDone():
                 self.stages[-1].groups += event.groups
+                self.busy += event.seconds
                 if event.process:
                     self.stages[-1].blocks += 1
                     self.workers[event.process] += 1
@@ -83,6 +90,7 @@ class Report:
                 self.lost.append(event.why)
             case StageEnded():
                 self.stages[-1].seconds = event.seconds
+                self.possible += self._workers * event.seconds
             case CallEnded():
                 self.seconds = event.seconds
 
@@ -104,6 +112,8 @@ class Report:
             f"{self.seconds:.3f} s; blocks by process: {blocks or 'none'}; "
             f"{len(self.lost)} lost and tried again"
         )
+        if self.possible:
+            text.append(f"goodput {self.busy / self.possible:.2f}")
         if self.resumed:
             text.append(f"{self.resumed} stages and steps from a checkpoint")
         text += [f"dropped group {g}: {why}" for g, why in sorted(self.dropped.items())]

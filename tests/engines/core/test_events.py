@@ -80,7 +80,7 @@ def test_the_events_of_a_call(plan):
     run = runner(plan, errors, **options)
     run(*args(bad=[5]))
     first, begin, *rest, end, last = seen
-    assert first == events.CallStarted(plan.name, N, 0)
+    assert first == events.CallStarted(plan.name, N, 1, 0)
     assert (begin.round, begin.groups) == ("1", N)
     assert (end.groups, end.blocks, last.error) == (N - 1, 3, None)
     assert last.seconds >= end.seconds > 0
