@@ -4,7 +4,6 @@ Covers: drjax.engines.ray.adapter.
 """
 
 import importlib
-import threading
 import time
 
 import jax.numpy as jnp
@@ -15,17 +14,12 @@ import drjax
 from drjax.backends import ray
 from drjax.backends.engine import events
 from drjax.engines.ray import adapter
+from tests.engines.ray.conftest import MARKS
 from tests.helpers.dying_driver import later
 from tests.helpers.raising import raises
 from tests.helpers.run_python import HANGS
 
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.usefixtures("leaks_unchecked"),
-    # Ray 2.55's own, which Flower's simulation needs:
-    pytest.mark.filterwarnings("ignore:Tip. In future versions of Ray"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = MARKS
 
 N = 8
 NODE = {"num_cpus": 1, "object_store_memory": 200 << 20}
@@ -65,34 +59,39 @@ def right(result):
 
 def test_a_lost_node_is_not_waited_for(cluster, plan):
     """Its worker's blocks run on the other node, in that call and in later ones."""
-    seen, joining = [], []
+    seen, changes = [], []
 
     def observe(event):
         seen.append(event)
         # In the main thread, as a node of the tests' cluster needs.
-        if joining and isinstance(event, events.BlockDone):
-            cluster.add_node(**joining.pop())
+        if changes and isinstance(event, events.BlockDone):
+            changes.pop()()
+
+    def call_until(numbers):
+        end = time.monotonic() + HANGS / 4
+        while time.monotonic() < end:
+            right(run(*args()))
+            if [x.workers for x in seen if isinstance(x, events.WorkersChanged)] == (
+                numbers
+            ):
+                return
+        raise AssertionError(seen)
 
     other = cluster.add_node(**NODE)
     options = {"block_size": 1, "observers": [observe]}
     with ray.compile(plan, workers=2, **options) as run:
         right(run(*args()))
         assert len(run.report.workers) == 2
-        threading.Timer(0.5, cluster.remove_node, [other]).start()
         begin = time.monotonic()
-        for _ in range(2):
-            right(run(*args()))
-        assert time.monotonic() - begin < adapter._START
+        changes.append(lambda: cluster.remove_node(other))
+        call_until([1])
+        right(run(*args()))
         assert len(run.report.workers) == 1 and not run.report.lost
-        counts = [x.workers for x in seen if isinstance(x, events.WorkersChanged)]
-        assert counts == [1]
+        assert time.monotonic() - begin < adapter._START / 2
         # A node joins during a call, and the worker that waits for room with it.
-        joining.append(NODE)
-        end = time.monotonic() + HANGS
-        while counts[-1] < 2 and time.monotonic() < end:
-            right(run(*args()))
-            counts = [x.workers for x in seen if isinstance(x, events.WorkersChanged)]
-        assert counts == [1, 2] and not joining
+        changes.append(lambda: cluster.add_node(**NODE))
+        call_until([1, 2])
+        assert not changes
 
 
 def test_a_call_begins_with_the_least(cluster, plan):
