@@ -96,7 +96,10 @@ def as_dtype(x: Array, dtype: DTypeLike) -> Array:
 
 
 def _divide(total: Array, count: int) -> Array:
-    """Divide a sum by a number, as `/` of `jax.numpy` does."""
+    """Divide a sum by a number, as `/` of `jax.numpy` does; of NumPy's in its dtype."""
+    # Without x64, JAX would cast a total of the host to 32 bits before it divides.
+    if isinstance(total, np.ndarray | np.generic):
+        return total / count
     if isinstance(count, int) and jnp.issubdtype(total.dtype, jnp.inexact):
         return lax.div(total, total.dtype.type(count))
     return total / count

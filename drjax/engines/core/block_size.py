@@ -74,12 +74,18 @@ class BlockSize:
         self._fits = max(1, max(_BYTES, _RESULTS * sent) // max(least, of_group))
         self._all = -(-n // workers)  # of one worker
         blocks = max(1, min(_BLOCKS, _BYTES // max(1, sent)))
-        self.value = max(1, min(self._fits, -(-n // (blocks * workers))))
+        self._n, self._workers = n, workers
+        self.value = self._in_turns(min(self._fits, -(-n // (blocks * workers))))
         # With a time limit blocks stay well below it, so that a slow machine is not
         # late.
         self._long = _LONG if timeout is None else min(_LONG, timeout / 4)
         self._compiled: set[int] = set()  # processes that have run a block of this size
         self._left = _CHANGES
+
+    def _in_turns(self, size: int) -> int:
+        """Return the largest size up to `size` with which workers have equal shares."""
+        turns = -(-self._n // (max(1, size) * self._workers))
+        return max(1, -(-self._n // (turns * self._workers)))
 
     def measure(self, blocks: Sequence[BlockResult]) -> None:
         """Adjust `value` to how long full blocks of the latest run of the stage took.
@@ -106,7 +112,8 @@ class BlockSize:
             joined = int(self.value * _SHORT / max(took, 1e-6))
             # Never more than one worker's share of the groups, or the other workers
             # would idle.
-            size = max(self.value, min(joined, self._all, self._fits))
+            joined = self._in_turns(min(joined, self._all, self._fits))
+            size = max(self.value, joined)
         elif took > self._long:
             # Half of what is allowed, as times vary.
             size = max(1, int(self.value * self._long / (2 * took)))

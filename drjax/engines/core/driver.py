@@ -613,7 +613,8 @@ class _Call:
         block_size = runner.block_size(a_round, n, kept, one_by_one)
         # A block of more than n groups would only have more padding.
         size = min(options.block_size or block_size.value, n)
-        at_once = min(block_size.batch, size)
+        # Of equal batches none is padded.
+        at_once = -(-size // -(-size // block_size.batch))
         call = StageCall(
             job=replace(
                 runner.executable.job(a_round, env, location, at_once, options),

@@ -23,6 +23,10 @@ from drjax.engines.slices.slices import empty_slices
 from drjax.engines.slices.worker_slices import Pieces, WorkerSlices
 from drjax.plan import Fold, Plan, Round, Stage, Value
 
+# Blocks whose partial reductions are combined at once: those of a few blocks are read
+# once, and none of their totals is written.
+_MOST = 4
+
 
 class StageResults:
     """Combines the results of a stage's blocks as they arrive, on the driver.
@@ -52,6 +56,8 @@ class StageResults:
         self._round, self._fold = a_round, fold
         self._ops = ops_of(a_round)
         self._totals: Totals = [None] * len(self._ops)
+        # Partial reductions of blocks that are not in the totals yet.
+        self._waiting: list[Sequence[Any]] = []
         self._kept, self._stay = kept, stay or [False] * len(kept)
         self._slices = [
             empty_slices(value, n)
@@ -83,7 +89,10 @@ class StageResults:
                 self._pieces.append(block_result.piece)
         # No failed group is in them: the worker ran the block again without these.
         if block_result.partials:
-            self._totals = add(self._ops, self._totals, block_result.partials)
+            self._waiting.append(block_result.partials)
+        if len(self._waiting) == _MOST:
+            self._totals = add(self._ops, self._totals, *self._waiting)
+            self._waiting = []
         # Totals of an engine and groups that could not be read come without a process.
         if not block_result.pid:
             return
@@ -102,7 +111,8 @@ class StageResults:
         each output in `kept`; a `WorkerSlices` where they stay with the workers. Slices
         of groups without a result are NaN, or zero if they are no floats.
         """
-        results = finish(self._round, self._totals, self.groups, self._fold)
+        count = self.groups
+        results = finish(self._round, self._totals, count, self._fold, self._waiting)
         arrays, leaf, kept = iter(self._slices), itertools.count(), []
         for value, stays in zip(self._kept, self._stay, strict=True):
             if stays:

@@ -215,18 +215,30 @@ class CompiledStage:
         self._encoded_sources = {reduce.source.name for reduce in sources}
 
     @functools.cached_property
-    def batched(self) -> functools.partial:
+    def batched(self) -> Callable[..., list[Any]]:
         """The function of a block of b groups, compiled.
 
         It takes `(mask, groups, *inputs)`: which groups count in reductions, bool
-        `[b]`; the group indices, int32 `[b]`; and the inputs of the stage, in order:
-        slices `[b, ...]` of a partitioned one, the value of a global one. It returns
-        the partial reductions, then the leaves of the block's states for folds, `[*s]`,
-        then the slices `[b, ...]` of each output that is read later.
+        `[b]`, or None if all do, which is compiled to less work; the group indices,
+        int32 `[b]`; and the inputs of the stage, in order: slices `[b, ...]` of a
+        partitioned one, the value of a global one. It returns the partial reductions,
+        then the leaves of the block's states for folds, `[*s]`, then the slices
+        `[b, ...]` of each output that is read later.
         """
         if self.stage.mesh:
             return functools.partial(self._on_mesh, *exported_of(self.stage).consts)
-        return self._compiled(batched_of(self.stage))
+        run = jax.jit(self._batch)
+        return lambda mask, groups, *inputs: run(mask, groups, self._consts, *inputs)
+
+    @functools.cached_property
+    def _consts(self) -> list[Any]:
+        return list(map(jax.device_put, exported_of(self.stage).consts))
+
+    def _batch(self, mask: Any, groups: Any, consts: list[Any], *inputs: Any) -> Any:
+        call = batched_of(self.stage).function.call
+        # A constant, so that the compiler leaves out the choice of a slice or zero.
+        mask = jax.numpy.ones(groups.shape, bool) if mask is None else mask
+        return call(*consts, mask, groups, *inputs)
 
     @functools.cached_property
     def _on_mesh(self) -> Any:
@@ -263,13 +275,13 @@ class CompiledStage:
         It is `batched`, with the `Running` reductions of the batches before as its
         first argument, whose memory it takes; they are what it returns first.
         """
-        call, count = batched_of(self.stage).function.call, len(self.reduces)
+        count = len(self.reduces)
 
         def add(running: list[Running], outs: Any) -> list[Running]:
             return [x.add(y) for x, y in zip(running, outs, strict=True)]
 
         def run(running: list[Running], *args: Any) -> tuple[list[Running], list[Any]]:
-            outs = call(*args)
+            outs = self._batch(*args)
             return add(running, outs[:count]), [*outs[count:]]
 
         if self.stage.mesh:
@@ -282,8 +294,8 @@ class CompiledStage:
 
             return run_on_mesh
         compiled = jax.jit(run, donate_argnums=0)
-        return lambda running, *args: compiled(
-            running, *exported_of(self.stage).consts, *args
+        return lambda running, mask, groups, *inputs: compiled(
+            running, mask, groups, self._consts, *inputs
         )
 
     def _placed(self, shared: list[np.ndarray]) -> list[Any]:
@@ -314,7 +326,10 @@ class CompiledStage:
         for part, batch in block.batches(size):
             # One shape for all batches, so that XLA compiles the stage once.
             padded = batch.padded(size)
-            args = padded.valid, padded.groups, *self._inputs(shared, padded.slices)
+            # On a mesh a batch is one group, compiled for a mask.
+            full = padded.valid.all() and not self.stage.mesh
+            mask = None if full else padded.valid
+            args = mask, padded.groups, *self._inputs(shared, padded.slices)
             if batches == 1:
                 outs = self.batched(*args)
                 sums, outs = outs[:count], outs[count:]

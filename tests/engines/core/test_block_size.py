@@ -46,10 +46,22 @@ def took(seconds, pids=(1, 2), blocks=2) -> list[BlockResult]:
 
 def test_by_bytes_of_inputs_and_results():
     assert block_size(1000).value == 125  # four for each worker
-    assert block_size(1_000_000, floats=8).value == 65536  # 256 bytes at least
+    assert block_size(1_000_000, floats=8).value == 62500  # 256 bytes at least
     assert block_size(1000, floats=1_000_000).value == 4
     assert block_size(100, floats=25_000_000).value == 1
     assert block_size(3).value == 1
+
+
+def test_workers_have_equally_many_blocks():
+    size = block_size(1_000_000, floats=8)
+    size.measure(took(0.001))
+    size.measure(took(0.012))
+    assert size.value == 62500
+    plan = plan_of(1_000_000, 1, 25)
+    size = BlockSize(plan.rounds[0], 1_000_000, 2, None, one_by_one=False)
+    size.measure(took(0.1))
+    size.measure(took(0.006))  # 416,666 groups would take 20 ms
+    assert size.value == 250_000
 
 
 def test_groups_with_large_results_are_added_up_in_the_worker():

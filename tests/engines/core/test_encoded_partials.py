@@ -13,10 +13,10 @@ import pytest
 import drjax
 from drjax._primitives.wire_codes import decode, encode
 from drjax.backends import in_process
-from drjax.engines.core import combine
 from drjax.engines.core.encoded_partials import EncodedPartial, decoded, encode_partials
 from drjax.engines.core.job import Job
 from drjax.engines.core.messages import Block
+from drjax.engines.core.stage_results import StageResults
 from drjax.plan import Reduce, Value, Wire
 from tests.helpers.cases import checkerboard
 
@@ -60,11 +60,11 @@ def reduce_of(shape, wire, secure=0):
 @checkerboard(7, wire=ERRORS, dtype=["float32", "bfloat16"])
 def test_results_are_within_the_bound(wire, dtype, monkeypatch):
     received = []
-    add = combine.add
-    spy = lambda ops, totals, partials: (
-        received.append(partials) or add(ops, totals, partials)
+    add = StageResults.add
+    spy = lambda self, block, result, alive: (
+        received.append(result.partials) or add(self, block, result, alive)
     )
-    monkeypatch.setattr("drjax.engines.core.stage_results.add", spy)
+    monkeypatch.setattr(StageResults, "add", spy)
     plan, args = plan_of(wire, jnp.asarray(X, dtype))
     with in_process.compile(plan, block_size=BLOCK) as run:
         total, mean, means, weighted, largest = run(*args)
