@@ -23,10 +23,12 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 
 from drjax._compat.types import PyTree
-from drjax._errors import CanceledError, DrjaxValueError, EngineError
+from drjax._errors import CanceledError, DrjaxTypeError, DrjaxValueError, EngineError
+from drjax._jaxprs.prng_keys import is_key
 from drjax.backends import _python_loops
 from drjax.backends._interpret_plan import RULES, Environment, PlanInterpreter
 from drjax.backends._move_slices import move_slices
@@ -60,6 +62,7 @@ from drjax.engines.core.protocols import Engine, StageCall
 from drjax.engines.core.saved_calls import SavedCalls, SliceFiles
 from drjax.engines.core.stage_results import StageResults, check_survivors, stage_error
 from drjax.engines.core.telemetry import Telemetry
+from drjax.engines.slices.constant import constant
 from drjax.engines.slices.coordinates import (
     gathers_for_columns,
     is_move_of_slices,
@@ -67,9 +70,9 @@ from drjax.engines.slices.coordinates import (
     slices_of_whole,
     whole_of_slices,
 )
-from drjax.engines.slices.groups import Groups, Lazy, flat_slices
+from drjax.engines.slices.groups import Groups, Lazy, as_array, flat_slices
 from drjax.engines.slices.kept import check_plan
-from drjax.engines.slices.slices import as_slices, in_steps, read_if_lazy
+from drjax.engines.slices.slices import Slices, as_slices, in_steps, read_if_lazy
 from drjax.plan import (
     Columns,
     Gather,
@@ -362,6 +365,35 @@ class Runner:
             self._sizes[key] = BlockSize(a_round, n, workers, timeout, kept, one_by_one)
         return self._sizes[key]
 
+    def put(self, data: PyTree) -> PyTree:
+        """Copy arrays, so that calls that pass them need not look for changes.
+
+        An engine whose workers have the groups' data between calls compares it in each
+        call with what they have, bit by bit, as the caller may have changed it. What
+        this returns cannot change.
+
+        Args:
+          data: A pytree of arrays, such as an argument with the data of all groups.
+
+        Returns:
+          A pytree of read-only numpy arrays, to pass in the place of `data`. Random
+          keys in it are as they were.
+
+        Raises:
+          DrjaxTypeError: A leaf is `Groups`, which are read in each round.
+
+        Example:
+          >>> import drjax, numpy as np
+          >>> mean = drjax.program(clients=4)(drjax.reduce_mean)
+          >>> plan = drjax.make_plan(mean)(np.zeros(4, np.float32))
+          >>> run = drjax.backends.in_process.compile(plan)
+          >>> data = run.put(np.arange(4, dtype=np.float32))
+          >>> print(run(data), run(data))
+          1.5 1.5
+        """
+        with self.executable.precision():
+            return jax.tree.map(_constant, data)
+
     def close(self) -> None:
         """End the workers, and clear `engine_cache`.
 
@@ -378,6 +410,17 @@ class Runner:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _constant(x: Any) -> Any:
+    """Copy a leaf of an argument to an array that nobody can change."""
+    if isinstance(x, Groups):
+        raise DrjaxTypeError(
+            f"put needs arrays, got {type(x).__name__}, which are read in each round "
+            "that needs them. Pass them as they are."
+        )
+    x = as_array(x)
+    return x if isinstance(x, Slices) or is_key(x.dtype) else constant(x)
 
 
 class _DriverInterpreter(PlanInterpreter):

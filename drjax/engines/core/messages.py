@@ -61,6 +61,15 @@ class Block:
     valid: np.ndarray
     slices: list[Any]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        count = len(self.groups)
+        # Most blocks are of consecutive groups that all take part: two numbers.
+        if count and self.valid.all():
+            first = int(self.groups[0])
+            if np.array_equal(self.groups, np.arange(first, first + count)):
+                return _of_range, (first, count, self.slices)
+        return Block, (self.groups, self.valid, self.slices)
+
     def without(self, out: np.ndarray) -> "Block":
         """Return a copy that also masks the groups in `out`, bool `[c]`."""
         return replace(self, valid=self.valid & ~out)
@@ -103,17 +112,22 @@ class Block:
         are of the first group of the block that takes part, its index included; there
         must be one. It is this block itself if it has `size` groups and none is masked.
         """
+        # Most blocks are full: no copy for them.
+        if len(self.valid) == size and self.valid.all():
+            return self
         index = np.zeros(size, np.int64)
         index[: len(self.valid)] = np.arange(len(self.valid))
         valid = np.zeros(size, bool)
         valid[: len(self.valid)] = self.valid
-        # Most blocks are full: no copy for them.
-        if valid.all():
-            return self
         # A real group's slices, as zeros could make a group's work loop forever or
         # raise.
-        index[~valid] = np.flatnonzero(self.valid)[0]
+        index[~valid] = np.argmax(self.valid)
         return Block(self.groups[index], valid, [x[index] for x in self.slices])
+
+
+def _of_range(first: int, count: int, slices: list[Any]) -> Block:
+    groups = np.arange(first, first + count, dtype=np.int32)
+    return Block(groups, np.ones(count, bool), slices)
 
 
 @dataclass(frozen=True)

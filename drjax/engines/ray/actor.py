@@ -5,15 +5,17 @@ Input: tasks, whose block has no slices, and the slices apart from them. Output:
 that stay with the workers.
 
 Invariants: a message has only what is new to the worker: a plan file is sent once, and
-then named. The slices of a block are an argument of their own, as an engine may store
-them where the worker reads them without a copy.
+then named, and so are slices that stay stored. They are arguments of their own, as an
+engine may store them where the worker reads them without a copy; all else is pickled
+here, as engines take much longer for each of their own objects.
 
 Sharp edges: `skip` and `state` must be answered while `run` runs, so an actor needs a
 second thread.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -59,59 +61,103 @@ def without_slices(
         # Which slices they are; whether they are the same is compared. Each input by
         # itself, as one may change and another not, and for all rounds.
         key = name, task.stage, i, *groups
-        parts.append([x] if small else reference(key, [x], groups))
+        parts.append([np.asarray(x)] if small else reference(key, [x], groups))
     return replace(task, block=replace(block, slices=[])), sources, parts
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A part of a message that an argument of `Worker.run` has, by its index.
+
+    Attributes:
+      number: By which the worker keeps it for later messages; None: it does not.
+    """
+
+    argument: int
+    number: int | None = None
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a worker is sent with a task, pickled; see `without_slices`.
+
+    Attributes:
+      name: Of the plan file.
+      file: The argument with the file; None if an earlier message had it.
+      task: Without the slices of its block.
+      shared: The global inputs of the stage, or the argument that has them.
+      parts: Each is a list of arrays, the argument that has it, or the number of an
+        earlier argument.
+      outdated: Numbers that the worker forgets first; None: all.
+    """
+
+    name: str
+    file: Stored | None
+    task: Task
+    sources: list[int | Pieces]
+    shared: Arrays | Stored
+    parts: list[Arrays | Stored | int]
+    outdated: list[int] | None
 
 
 class Worker:
     """A worker of an engine whose workers are actors, such as Ray's; it runs blocks.
 
-    It stores the plan files that it receives by name, so that each is sent once.
+    It stores the plan files that it receives by name, and slices by number, so that
+    each is sent once.
     """
 
     def __init__(self):
         self._files: dict[str, File] = {}
+        self._slices: dict[int, Arrays] = {}
 
     def run(
-        self,
-        name: str,
-        file: File | None,
-        task: Task,
-        sources: Sequence[int | Pieces],
-        shared: Arrays,
-        *parts: Arrays,
-    ) -> BlockResult | tuple[BlockResult, Arrays]:
-        """Run one stage of the plan file `name` on one block of groups.
-
-        `file` is None if an earlier call passed the file of this name. The block of
-        `task` has no slices: `sources` and `parts` have them, as `without_slices`
-        returns them, but with the lists of arrays in place of references.
+        self, data: bytes, *arguments: File | Arrays
+    ) -> bytes | BlockResult | tuple[bytes | BlockResult, Arrays]:
+        """Run one stage of a plan file on one block of groups; `data` is a `Message`.
 
         Unless `task.stay` is (), the result is a pair `(result, arrays)`: the result
         without the slices for which `task.stay` is true, and a list of these, arrays
         `[c, ...]`. The `BlockResult` has no values if `task.search` is true, if `skip`
-        was called for the task, or if a group failed and `task.drop` is false. If the
-        stage fails, and no single group does, the exception is raised.
+        was called for the task, or if a group failed and `task.drop` is false. It is
+        pickled if it is small. If the stage fails, and no single group does, the
+        exception is raised.
         """
+        message: Message = pickle.loads(data)
         # Before the task, which may be skipped: later tasks only name the file.
-        if file is not None:
-            self._files[name] = file
+        if message.file is not None:
+            self._files[message.name] = arguments[message.file.argument]
+        gone = message.outdated
+        for number in [*self._slices] if gone is None else gone:
+            self._slices.pop(number, None)
+
+        def read(part: Arrays | Stored | int) -> Arrays:
+            if isinstance(part, int):
+                return self._slices[part]
+            if not isinstance(part, Stored):
+                return part
+            arrays = arguments[part.argument]
+            if part.number is not None:
+                self._slices[part.number] = arrays
+            return arrays
+
+        parts, task = [*map(read, message.parts)], message.task
         slices = [
             parts[x][0] if isinstance(x, int) else x.assemble(parts.__getitem__)
-            for x in sources
+            for x in message.sources
         ]
         # The task came without its slices, which may be views of the shared store.
         task = replace(task, block=replace(task.block, slices=slices))
         # The worker module keeps the compiled stages of a file, by its key.
-        result = worker.run(self._files[name], task, shared)
+        result = worker.run(self._files[message.name], task, read(message.shared))
         if not task.stay:
-            return result
+            return _pickled(result)
         # A block without results has no slices.
         pairs = [*zip(result.slices, task.stay, strict=not result.slices == [])]
         rest = [x for x, stays in pairs if not stays]
         kept = [x for x, stays in pairs if stays]
         saved = write_slices(task.save, kept) if task.save and kept else ""
-        return replace(result, slices=rest, saved=saved), kept
+        return _pickled(replace(result, slices=rest, saved=saved)), kept
 
     def load(self, folder: str, digest: str) -> tuple[str, Arrays]:
         """Read the slices of a checkpoint's file; the text says why that failed."""
@@ -135,3 +181,8 @@ class Worker:
         """Return how many devices the worker has, and of which platform."""
         devices = jax.local_devices()
         return len(devices), devices[0].platform
+
+def _pickled(result: BlockResult) -> bytes | BlockResult:
+    """Pickle a result, unless it has large arrays, which the engine may share."""
+    sizes = (getattr(x, "nbytes", 0) for x in (*result.partials, *result.slices))
+    return pickle.dumps(result) if sum(sizes) <= _SMALL else result

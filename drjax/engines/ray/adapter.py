@@ -19,6 +19,7 @@ when a call fails goes on to its end.
 
 import itertools
 import os
+import pickle
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -35,7 +36,7 @@ from drjax.engines.core.driver import Runner
 from drjax.engines.core.messages import BlockResult, Task, WorkerState
 from drjax.engines.core.options import EngineOptions, checked_integer
 from drjax.engines.core.protocols import Lost, Results, StageCall
-from drjax.engines.ray.actor import Worker, without_slices
+from drjax.engines.ray.actor import Message, Stored, Worker, without_slices
 from drjax.engines.ray.metrics import Metrics
 from drjax.engines.ray.placement import Placement
 from drjax.engines.ray.process_exit import ListeningProcess
@@ -522,9 +523,31 @@ class Actors(Keeping):
         actor, name = self._placement.least_loaded(), file.hex()
         # Apart from the task, as Ray resolves references only in arguments.
         task, sources, parts = without_slices(name, task, self._slices.reference)
-        to_send = file if self._placement.first_use(actor, name) else None
+        arguments: list[ObjectRef] = []
+
+        def stored(reference: ObjectRef, number: int | None = None) -> Stored:
+            arguments.append(reference)
+            return Stored(len(arguments) - 1, number)
+
+        def part(x: Any) -> Any:
+            number = None if isinstance(x, list) else self._slices.numbers.get(x)
+            if isinstance(x, list) or number is None:
+                return x if isinstance(x, list) else stored(x)
+            lacks = self._placement.lacks(actor, number)
+            return stored(x, number) if lacks else number
+
+        numbers, removed = self._slices.numbers.values(), self._slices.removed
+        message = Message(
+            name,
+            stored(file) if self._placement.first_use(actor, name) else None,
+            task,
+            sources,
+            shared if isinstance(shared, list) else stored(shared),
+            outdated=self._placement.outdated(actor, numbers, removed),
+            parts=[*map(part, parts)],
+        )
         run = actor.run.options(num_returns=1 + bool(task.stay))
-        refs = run.remote(name, to_send, task, sources, shared, *parts)
+        refs = run.remote(pickle.dumps(message), *arguments)
         handle, self._staying[handle] = refs if task.stay else (refs, None)
         self._placement.submitted(handle, actor, task.number)
         return handle
@@ -538,9 +561,7 @@ class Actors(Keeping):
     def result(self, handle: ObjectRef) -> BlockResult:
         actor, errors = self._placement.finished(handle), self._ray.exceptions
         try:
-            result, slices = self.read(handle), self._staying.pop(handle)
-            piece = None if slices is None else _Piece(slices, result.saved)
-            return replace(result, piece=piece)
+            result = self.read(handle)
         # The worker is gone, not the group wrong: others may do the block.
         except (errors.RayActorError, errors.OutOfMemoryError) as error:
             self._replace(actor)
@@ -548,6 +569,14 @@ class Actors(Keeping):
             why = f"a worker died: {str(error).strip().splitlines()[0]}"
             memory = isinstance(error, errors.OutOfMemoryError)
             raise Lost(why, "memory" if memory else "worker") from error
+        except Exception:
+            # Slices may have been lost on their way, so that the task has not begun.
+            self._placement.unsure(actor)
+            raise
+        result = pickle.loads(result) if isinstance(result, bytes) else result
+        slices = self._staying.pop(handle)
+        piece = None if slices is None else _Piece(slices, result.saved)
+        return replace(result, piece=piece)
 
     def abandon(self, handle: ObjectRef) -> None:
         self._replace(self._placement.finished(handle))

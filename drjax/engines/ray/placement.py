@@ -1,7 +1,8 @@
 """Which worker has which task, for pools that choose the worker of each task.
 
 Input: workers, and the handles of tasks that were submitted, finished or abandoned.
-Output: the worker with the fewest tasks, and whether it has a plan file already.
+Output: the worker with the fewest tasks, and whether it has a plan file, or slices,
+already.
 
 Invariants: an abandoned task, whose result is not needed, counts as load until it ends
 or its worker is replaced: the worker is still busy with it.
@@ -11,7 +12,7 @@ of the pool, such as Ray's actors and references. Nothing is sent from here.
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 _logger = logging.getLogger("drjax")
@@ -29,7 +30,7 @@ class PlacedTask(NamedTuple):
 
 
 class Placement:
-    """A table of the tasks and the plan files that each worker of a pool has.
+    """A table of the tasks, plan files and slices that each worker of a pool has.
 
     Workers and handles of tasks are objects of the pool, hashable, such as handles of
     Ray's actors and its references.
@@ -45,6 +46,8 @@ class Placement:
         self.abandoned: dict[Any, PlacedTask] = {}
         self._in_flight: dict[Any, PlacedTask] = {}
         self._files: dict[Any, set[str]] = {}
+        # The numbers of the slices that a worker has, and how many were removed then.
+        self._slices: dict[Any, tuple[set[int], int]] = {}
 
     def least_loaded(self) -> Any:
         """Return the worker with the fewest tasks; of several such ones, the first.
@@ -63,6 +66,33 @@ class Placement:
         lacks = file not in known
         known.add(file)
         return lacks
+
+    def outdated(
+        self, worker: Any, numbers: Collection[int], removed: int
+    ) -> list[int] | None:
+        """Return which slices a worker has that are not stored any more.
+
+        `numbers` are those that are stored, `removed` counts those that are not. They
+        are recorded as forgotten. None: whatever the worker has, nothing is recorded.
+        """
+        if worker not in self._slices:
+            self._slices[worker] = set(), removed
+            return None
+        held, before = self._slices[worker]
+        gone = held.difference(numbers) if removed != before else ()
+        self._slices[worker] = held.difference(gone) if gone else held, removed
+        return sorted(gone)
+
+    def lacks(self, worker: Any, number: int) -> bool:
+        """Return whether a worker lacks slices, and record them as sent there."""
+        held, _ = self._slices[worker]
+        lacks = number not in held
+        held.add(number)
+        return lacks
+
+    def unsure(self, worker: Any) -> None:
+        """Forget which slices a worker has: a message to it may have been lost."""
+        self._slices.pop(worker, None)
 
     def submitted(self, handle: Any, worker: Any, number: int) -> None:
         """Record a task, by its `Task.number`, as in flight at a worker."""
@@ -90,6 +120,7 @@ class Placement:
             if task.worker is not worker
         }
         self._files.pop(worker, None)
+        self.unsure(worker)
         self.workers.remove(worker)
 
     def settle(

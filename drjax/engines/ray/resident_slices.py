@@ -6,17 +6,21 @@ another key with the same place.
 
 Invariants: whether data is the same is not believed but compared, bit by bit, with what
 was stored, which takes a tenth of the time of storing it again. A caller may thus
-change an array between calls. At most `limit` bytes stay stored.
+change an array between calls. A `Constant` cannot change, and is not compared. At most
+`limit` bytes stay stored.
 
 Sharp edges: NaNs with equal bits are the same, and -0.0 and 0.0 are not. `get` must
 return a view of the store: a copy would double the memory.
 """
 
-from collections.abc import Callable, Hashable
+import itertools
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from drjax.engines.slices.constant import identity
 
 _OLD = 16  # runs of a stage after which slices that none of them has used may go
 
@@ -30,6 +34,7 @@ class _Entry:
       size: In bytes.
       used: The count of stage runs when they were last used.
       keys: How many keys have these slices.
+      identities: Of the arrays that were stored, or found to be the same, last.
     """
 
     reference: Any
@@ -37,10 +42,17 @@ class _Entry:
     size: int
     used: int
     keys: int = 1
+    identities: Sequence[Hashable] = ()
 
     def has(self, slices: list[np.ndarray]) -> bool:
         """Return whether these are the stored slices: equal shapes, dtypes and bits."""
-        return len(self.slices) == len(slices) and all(map(_same, self.slices, slices))
+        identities = [*map(identity, slices)]
+        if None not in identities and identities == self.identities:
+            return True
+        if len(self.slices) != len(slices) or not all(map(_same, self.slices, slices)):
+            return False
+        self.identities = identities
+        return True
 
 
 class ResidentSlices:
@@ -48,6 +60,10 @@ class ResidentSlices:
 
     `put` stores a list of arrays and returns a reference to it, from which `get`
     returns the arrays as views of the store. At most `limit` bytes stay stored.
+
+    Attributes:
+      numbers: By reference the number of what stays stored, which nothing else gets.
+      removed: How many references do not stay any more.
     """
 
     def __init__(
@@ -59,7 +75,9 @@ class ResidentSlices:
         self._put, self._get, self._limit = put, get, limit
         self._entries: dict[Hashable, _Entry] = {}
         self._keys: dict[Hashable, set[Hashable]] = {}  # by place
-        self._size = self._runs = 0
+        self._size = self._runs = self.removed = 0
+        self.numbers: dict[Any, int] = {}
+        self._count = itertools.count()
 
     def begin(self) -> None:
         """Count one more run of a stage.
@@ -94,7 +112,9 @@ class ResidentSlices:
                 entry.used = self._runs
                 return entry.reference
         self._remove(key)
-        reference, size = self._put(slices), sum(x.nbytes for x in slices)
+        # Plain arrays, which Ray stores without a copy on the way.
+        reference = self._put([*map(np.asarray, slices)])
+        size = sum(x.nbytes for x in slices)
         # Old entries go only when there is no room: a plan may run stages in turn.
         if self._size + size > self._limit:
             for other, entry in [*self._entries.items()]:
@@ -103,7 +123,10 @@ class ResidentSlices:
         # What does not fit is sent each time, as without this class.
         if self._size + size <= self._limit:
             stored = self._get(reference)
-            self._entries[key] = _Entry(reference, stored, size, self._runs)
+            entry = _Entry(reference, stored, size, self._runs)
+            entry.identities = [*map(identity, slices)]
+            self._entries[key] = entry
+            self.numbers[reference] = next(self._count)
             keys.add(key)
             self._size += size
         return reference
@@ -116,7 +139,10 @@ class ResidentSlices:
         """
         if (entry := self._entries.pop(key, None)) is not None:
             entry.keys -= 1
-            self._size -= 0 if entry.keys else entry.size
+            if not entry.keys:
+                self._size -= entry.size
+                del self.numbers[entry.reference]
+                self.removed += 1
 
 
 def _same(a: np.ndarray, b: np.ndarray) -> bool:

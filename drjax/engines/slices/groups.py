@@ -27,6 +27,7 @@ from drjax._jaxprs.prng_keys import is_key, to_raw
 from drjax._plan_file import pytrees
 from drjax._plan_file.stage_features import WIDE
 from drjax._planner.arguments import flat_inputs
+from drjax.engines.slices.constant import Constant
 from drjax.engines.slices.slices import Slices, empty_slices
 from drjax.plan import Plan, Value
 
@@ -569,7 +570,8 @@ def as_array(x: Any) -> np.ndarray | Array | Slices:
         return x
     if isinstance(x, np.ndarray | np.generic):
         # The cast of jnp.asarray, which would also copy the array to a device.
-        return np.asarray(x).astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
+        array = x if isinstance(x, Constant) else np.asarray(x)
+        return array.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
     return jax.numpy.asarray(x)
 
 
@@ -595,7 +597,8 @@ def flat_slices(
         plan.inputs, flat_inputs(plan, args, kwargs, as_array), strict=True
     ):
         if not isinstance(x, Slices):
-            x = np.asarray(to_raw(x) if is_key(x.dtype) else x)
+            if not isinstance(x, Constant):
+                x = np.asarray(to_raw(x) if is_key(x.dtype) else x)
             x = np.moveaxis(x, value.axis, 0) if value.partitioned else x
         arrays.append(x)
     return arrays

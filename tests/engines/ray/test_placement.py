@@ -32,6 +32,22 @@ def test_a_new_worker_has_neither_files_nor_tasks():
     assert tasks.first_use(C, "x")
 
 
+def test_slices_are_sent_to_a_worker_once():
+    tasks, stored = Placement([A, B]), {1, 2}
+    assert tasks.outdated(A, stored, 0) is None  # whatever it has
+    assert [tasks.lacks(A, i) for i in (1, 2, 1)] == [True, True, False]
+    assert tasks.outdated(A, stored, 0) == []
+    stored.remove(1)
+    assert tasks.outdated(A, stored, 1) == [1] and tasks.outdated(A, stored, 1) == []
+    assert tasks.outdated(B, stored, 1) is None and tasks.lacks(B, 2)
+    assert not tasks.lacks(A, 2)
+    tasks.unsure(A)
+    assert tasks.outdated(A, stored, 1) is None and tasks.lacks(A, 2)
+    tasks.remove(A)
+    tasks.workers.append(C)
+    assert tasks.outdated(C, stored, 1) is None and tasks.lacks(C, 2)
+
+
 @pytest.mark.parametrize(("timeout", "replaced"), [(None, []), (2.0, [A, B])])
 def test_abandoned_tasks_get_the_time_limit(timeout, replaced, caplog):
     tasks, waited, finished = Placement([A, B]), [], []

@@ -9,6 +9,7 @@ import pytest
 
 from drjax.engines.ray import resident_slices
 from drjax.engines.ray.resident_slices import ResidentSlices
+from drjax.engines.slices.constant import constant
 
 
 class Store:
@@ -74,3 +75,30 @@ def test_keys_of_one_place_share_slices():
     # Another key still has the former slices of "a", which take part of the limit.
     assert [refer("a", y), refer("a", y), refer("b", x)] == [2, 3, 0]
     assert [refer("b", y), refer("b", y)] == [4, 4]  # now no key has them
+
+
+def test_what_cannot_change_is_not_compared(monkeypatch):
+    store, x = Store(), constant(np.arange(12.0))
+    compared, same = [], resident_slices._same
+    spy = lambda a, b: compared.append(1) or same(a, b)
+    monkeypatch.setattr(resident_slices, "_same", spy)
+    refer = lambda x, key="a": store.resident.reference(key, [x], place=0)
+    assert [refer(x[:6]) for _ in range(3)] == [0, 0, 0] and not compared
+    assert type(store.stored[0][0]) is np.ndarray
+    assert refer(np.arange(6.0)) == 0 and len(compared) == 1
+    assert refer(x[:6]) == 0 and refer(x[:6]) == 0 and len(compared) == 2
+    assert refer(x[6:]) == 1
+    assert refer(constant(x)[6:]) == 1  # another copy: compared
+
+
+def test_what_is_stored_has_a_number():
+    store, x = Store(limit=200), np.arange(12.0)
+    refer = lambda x, key="a": store.resident.reference(key, [x], place=0)
+    refer(x), refer(x, "b")
+    assert store.resident.numbers == {0: 0} and not store.resident.removed
+    refer(x + 1)
+    assert store.resident.numbers == {0: 0, 1: 1}  # "b" has it
+    refer(x + 1, "b")
+    assert store.resident.numbers == {1: 1} and store.resident.removed == 1
+    refer(np.zeros(100), "c")  # above the limit
+    assert store.resident.numbers == {1: 1}
