@@ -48,6 +48,7 @@ class BlockSize:
     Attributes:
       value: The number of groups in a block of the stage's next run, at least 1.
       batch: How many groups of a block may run at once, at least 1.
+      sent: The bytes of the partial reductions of a block.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class BlockSize:
         # On a mesh of its own, one group runs at a time.
         self.batch = 1 if stage.mesh else max(1, _BYTES // max(least, at_once))
         of_group = sum(map(_bytes, (*own, *kept)))
-        sent = sum(map(_bytes, a_round.combined))
+        self.sent = sent = sum(map(_bytes, a_round.combined))
         # Without a lower bound on bytes, scalars for each group would make blocks of
         # millions, whose Python objects take far more memory than their values.
         self._fits = max(1, max(_BYTES, _RESULTS * sent) // max(least, of_group))

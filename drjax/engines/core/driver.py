@@ -675,6 +675,7 @@ class _Call:
             workers=runner.count_workers,
             cache=runner.engine_cache,
             initial=runner.kept.initial,
+            partial_bytes=block_size.sent,
         )
         fold = functools.partial(runner.executable.run_fold, env)
         stay = call.job.stay, runner.engine

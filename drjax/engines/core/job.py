@@ -35,6 +35,7 @@ class Job:
       stay: For each output of the stage that is read later whether its slices stay with
         the workers; () if none do. It is no part of `to_bytes`, nor is `save`.
       save: A folder, by its path or URL, for files with the slices that stay; "": none.
+      apart: As of a `Task`. It is no part of `to_bytes`.
     """
 
     file: File
@@ -47,6 +48,7 @@ class Job:
     shared: list[np.ndarray]
     stay: tuple[bool, ...] = ()
     save: str = ""
+    apart: bool = False
 
     def task(self, block: Block, search: bool = False, encode: bool = True) -> Task:
         """Make a `Task` with a new number, to run the stage on a block in a pool.
@@ -56,7 +58,8 @@ class Job:
         """
         settings = self.size, self.check_nans, self.drop
         options = {"search": search, "stay": self.stay, "encode": encode}
-        return Task(self.stage, block, *settings, **options, save=self.save)
+        options |= {"apart": self.apart, "save": self.save}
+        return Task(self.stage, block, *settings, **options)
 
     def run(
         self, block: Block, failed: dict[int, str], encode: bool = True

@@ -147,6 +147,7 @@ class Task:
         the workers; () if none do.
       encode: Whether partial reductions with `wire=` are returned as `EncodedPartial`s.
       save: A folder, by its path or URL, for files with the slices that stay; "": none.
+      apart: Whether partial reductions are an object of their own, for other workers.
     """
 
     stage: int
@@ -160,6 +161,7 @@ class Task:
     stay: tuple[bool, ...] = ()
     encode: bool = True
     save: str = ""
+    apart: bool = False
 
 
 @dataclass(frozen=True)

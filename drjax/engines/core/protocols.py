@@ -46,6 +46,7 @@ class StageCall:
         (those that are results of the call before): structure, names and types. Workers
         that load these slices themselves before the first call check them against it.
         None if nothing is kept.
+      partial_bytes: The size of the partial reductions of a block.
     """
 
     job: Job
@@ -58,6 +59,7 @@ class StageCall:
     workers: Callable[[int], None]
     cache: dict[str, Any]
     initial: Any = None
+    partial_bytes: int = 0
 
 
 Results = Generator[tuple[Block, BlockResult], None, None]

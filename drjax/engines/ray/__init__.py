@@ -4,5 +4,6 @@ adapter          `compile`, and the actors as a `Pool`
 actor            a worker as an object
 placement        which worker has which task
 resident_slices  slices that stay in Ray's object store, and need not be sent again
+tree_of_sums     workers add up partial reductions, so that the driver gets one
 process_exit     a process of Ray that ends when this one does
 """

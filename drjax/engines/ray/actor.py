@@ -14,14 +14,14 @@ second thread.
 """
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 
-from drjax.engines.core import worker
+from drjax.engines.core import combine, worker
 from drjax.engines.core.messages import BlockResult, File, Task, WorkerState
 from drjax.engines.core.saved_calls import read_slices, write_slices
 from drjax.engines.slices.worker_slices import Pieces
@@ -111,16 +111,15 @@ class Worker:
         self._files: dict[str, File] = {}
         self._slices: dict[int, Arrays] = {}
 
-    def run(
-        self, data: bytes, *arguments: File | Arrays
-    ) -> bytes | BlockResult | tuple[bytes | BlockResult, Arrays]:
+    def run(self, data: bytes, *arguments: File | Arrays) -> Any:
         """Run one stage of a plan file on one block of groups; `data` is a `Message`.
 
-        Unless `task.stay` is (), the result is a pair `(result, arrays)`: the result
-        without the slices for which `task.stay` is true, and a list of these, arrays
-        `[c, ...]`. The `BlockResult` has no values if `task.search` is true, if `skip`
-        was called for the task, or if a group failed and `task.drop` is false. It is
-        pickled if it is small. If the stage fails, and no single group does, the
+        The result is a `BlockResult`; or a tuple of it and of what is an object of its
+        own: if `task.stay` is not (), a list of the slices for which it is true, arrays
+        `[c, ...]`; if `task.apart`, the partial reductions, in the place of each of
+        which the `BlockResult` has None. It has no values if `task.search` is true, if
+        `skip` was called for the task, or if a group failed and `task.drop` is false.
+        It is pickled if it is small. If the stage fails, and no single group does, the
         exception is raised.
         """
         message: Message = pickle.loads(data)
@@ -150,14 +149,22 @@ class Worker:
         task = replace(task, block=replace(task.block, slices=slices))
         # The worker module keeps the compiled stages of a file, by its key.
         result = worker.run(self._files[message.name], task, read(message.shared))
-        if not task.stay:
-            return _pickled(result)
-        # A block without results has no slices.
-        pairs = [*zip(result.slices, task.stay, strict=not result.slices == [])]
-        rest = [x for x, stays in pairs if not stays]
-        kept = [x for x, stays in pairs if stays]
-        saved = write_slices(task.save, kept) if task.save and kept else ""
-        return _pickled(replace(result, slices=rest, saved=saved)), kept
+        own: list[Any] = []
+        if task.stay:
+            # A block without results has no slices.
+            pairs = [*zip(result.slices, task.stay, strict=not result.slices == [])]
+            own.append(kept := [x for x, stays in pairs if stays])
+            saved = write_slices(task.save, kept) if task.save and kept else ""
+            rest = [x for x, stays in pairs if not stays]
+            result = replace(result, slices=rest, saved=saved)
+        if task.apart:
+            own.append(result.partials)
+            result = replace(result, partials=[None] * len(result.partials))
+        return (_pickled(result), *own) if own else _pickled(result)
+
+    def add(self, ops: Sequence[str], *partials: Sequence[Any]) -> list[Any]:
+        """Add up partial reductions of several blocks; see `combine.add`."""
+        return combine.add(ops, [None] * len(ops), *partials)
 
     def load(self, folder: str, digest: str) -> tuple[str, Arrays]:
         """Read the slices of a checkpoint's file; the text says why that failed."""

@@ -28,12 +28,14 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+
 from drjax._errors import DrjaxValueError, EngineError, MeshError
 from drjax._extras import needed
 from drjax._sharding.group_mesh import MeshAxes, devices_of, lack_of_devices
 from drjax.engines.core import pool_scheduler
 from drjax.engines.core.driver import Runner
-from drjax.engines.core.messages import BlockResult, Task, WorkerState
+from drjax.engines.core.messages import Block, BlockResult, Task, WorkerState
 from drjax.engines.core.options import EngineOptions, checked_integer
 from drjax.engines.core.protocols import Lost, Results, StageCall
 from drjax.engines.ray.actor import Message, Stored, Worker, without_slices
@@ -41,6 +43,7 @@ from drjax.engines.ray.metrics import Metrics
 from drjax.engines.ray.placement import Placement
 from drjax.engines.ray.process_exit import ListeningProcess
 from drjax.engines.ray.resident_slices import ResidentSlices
+from drjax.engines.ray.tree_of_sums import MOST, TreeOfSums
 from drjax.engines.slices.worker_slices import LOST, Keeping
 from drjax.plan import Plan, Value
 
@@ -54,6 +57,7 @@ _LOOK = 1.0  # seconds between looks whether Ray is still there
 _FAILED_STARTS = 5  # one after the other, before it is an error
 _INLINE = 64 << 10  # bytes that go into the message itself
 _RESIDENT = 0.25  # of the object store, for slices that are the same in each round
+_ADDED = 1 << 20  # bytes of partial reductions from which on workers add them up
 _ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"  # many workers share the cores
 
 
@@ -330,7 +334,9 @@ class Actors(Keeping):
         self._last_enough = time.monotonic()
         put = lambda slices: self._connection.live().put(slices)
         self._slices = ResidentSlices(put, self.read, limit)
-        self._staying: dict[Any, Any] = {}  # by the handle of a task in flight
+        # By the handle of a task in flight: its slices that stay, and its partial
+        # reductions, if they are apart.
+        self._own: dict[Any, tuple[Any, Any]] = {}
 
     # -----------------------------------------------------------------------------
     # Workers
@@ -514,8 +520,56 @@ class Actors(Keeping):
         wait = self._connection.wait
         self._placement.settle(wait, self._replace, call.options.timeout)
         self._slices.begin()
-        self._staying.clear()  # of tasks that a failed call has left
+        self._own.clear()  # of tasks that a failed call has left
+        blocks = -(-len(call.alive) // call.block_size)
+        if blocks > MOST and call.partial_bytes >= _ADDED:
+            return self._added_up(call, call.options.retries)
         return pool_scheduler.results(self, call)
+
+    def _added_up(self, call: StageCall, retries: int) -> Results:
+        """Run the blocks of a stage, and have workers add up their partial reductions.
+
+        What is lost on the way is computed again, `retries` times.
+        """
+        took_part, count = np.zeros(len(call.alive), bool), itertools.count()
+
+        def add(references: Sequence[ObjectRef]) -> ObjectRef:
+            workers = self._placement.workers
+            actor = workers[next(count) % len(workers)]
+            return actor.add.remote(call.job.ops, *references)
+
+        tree = TreeOfSums(add)
+        apart = replace(call, job=replace(call.job, apart=True))
+        for block, result in pool_scheduler.results(self, apart):
+            if result.partials:
+                tree.append(result.partials[0])
+                took_part[block.groups[block.valid]] = True
+                took_part[[*result.failed]] = False
+            yield block, replace(result, partials=[])
+        total, errors = tree.total(), self._ray.exceptions
+        lost = errors.RayActorError, errors.ObjectLostError, errors.OutOfMemoryError
+        if total is None:
+            return
+        nobody = Block(np.zeros(0, np.int32), np.zeros(0, bool), [])
+        try:
+            yield nobody, BlockResult(self._connection.live().get(total), [], {})
+            return
+        except (
+            lost.RayActorError,
+            lost.ObjectLostError,
+            lost.OutOfMemoryError,
+        ) as error:
+            if not retries:
+                raise EngineError(
+                    "Partial reductions are lost, as the workers or machines that had "
+                    f"them have ended: {str(error).strip().splitlines()[0]}"
+                ) from error
+            call.lost(f"partial reductions: {str(error).strip().splitlines()[0]}")
+        # The same blocks, so that the sums have the same bits.
+        again = replace(call, alive=took_part, job=replace(call.job, stay=()))
+        for block, result in self._added_up(again, retries - 1):
+            if not len(block.groups):
+                yield block, result
 
     def submit(self, task: Task, file: ObjectRef, shared: Any) -> ObjectRef:
         # First: if the raylet has ended, this clears the placement and raises.
@@ -546,9 +600,11 @@ class Actors(Keeping):
             outdated=self._placement.outdated(actor, numbers, removed),
             parts=[*map(part, parts)],
         )
-        run = actor.run.options(num_returns=1 + bool(task.stay))
+        run = actor.run.options(num_returns=1 + bool(task.stay) + task.apart)
         refs = run.remote(pickle.dumps(message), *arguments)
-        handle, self._staying[handle] = refs if task.stay else (refs, None)
+        handle, *own = refs if isinstance(refs, list) else [refs]
+        partials = own.pop() if task.apart else None
+        self._own[handle] = own[0] if own else None, partials
         self._placement.submitted(handle, actor, task.number)
         return handle
 
@@ -574,7 +630,9 @@ class Actors(Keeping):
             self._placement.unsure(actor)
             raise
         result = pickle.loads(result) if isinstance(result, bytes) else result
-        slices = self._staying.pop(handle)
+        slices, partials = self._own.pop(handle)
+        if partials is not None and result.partials:
+            result = replace(result, partials=[partials])
         piece = None if slices is None else _Piece(slices, result.saved)
         return replace(result, piece=piece)
 

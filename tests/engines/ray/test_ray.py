@@ -21,7 +21,9 @@ import drjax
 from drjax.backends import ray
 from drjax.backends.groups import Groups
 from drjax.backends.parquet import Parquet
+from drjax.engines.core.stage_results import StageResults
 from drjax.engines.ray import adapter
+from drjax.engines.ray.tree_of_sums import TreeOfSums
 from tests.engines.ray.conftest import MARKS
 from tests.helpers import example_rounds
 from tests.helpers.conformance import (
@@ -168,6 +170,59 @@ class TestRay(Conformance):
     def test_files_that_are_not_there(self, tmp_path):
         text = "There is no file "
         raises(drjax.DrjaxValueError, text, Parquet, tmp_path / "*.parquet")
+
+
+class TestAddedUp:
+    """Partial reductions, though they are small, are added up by the workers."""
+
+    processes = True
+    _on = TestRay._on
+    test_folds = Conformance.test_folds_are_in_the_order_of_the_groups
+    test_sizes = Conformance.test_block_size_and_workers_do_not_matter
+
+    @pytest.fixture(autouse=True)
+    def _small(self, monkeypatch):
+        monkeypatch.setattr(adapter, "_ADDED", 0)
+
+    @pytest.mark.parametrize("bad", [[], [3], [0, 1, 2], [2, 9, 21], range(1, 22)])
+    def test_the_driver_gets_one_total(self, bad, monkeypatch):
+        n, received, add = 22, [], StageResults.add
+        spy = lambda self, block, result, alive: (
+            received.append(bool(result.partials)) or add(self, block, result, alive)
+        )
+        monkeypatch.setattr(StageResults, "add", spy)
+        good, (x, w) = ~np.isin(np.arange(n), list(bad)), slices_for(n)
+        options = {"on_error": "drop", "check_nans": True, "block_size": 2}
+        with self.compile(weighted_plan(n), **options) as run:
+            survivors(run(np.float32(2), (np.where(good, x, -x), w)), good)
+        assert sorted(run.report.dropped) == list(bad)
+        assert received.count(True) == 2  # of each round
+
+    @pytest.mark.parametrize("losses", [1, 3])
+    def test_workers_that_end_with_partial_reductions(
+        self, actors, losses, monkeypatch
+    ):
+        engine, left = importlib.import_module("ray"), [losses]
+
+        class Unlucky(TreeOfSums):
+            def total(self):
+                if left[0]:
+                    left[0] -= 1
+                    for actor in actors._placement.workers:
+                        engine.kill(actor)
+                return super().total()
+
+        n = 22
+        with self.compile(weighted_plan(n), block_size=2, retries=2) as run:
+            right = run(np.float32(2), slices_for(n))
+            monkeypatch.setattr(adapter, "TreeOfSums", Unlucky)
+            again = lambda: run(np.float32(2), slices_for(n))
+            if losses > 2:
+                with pytest.raises(drjax.EngineError, match="Partial reductions are l"):
+                    again()
+            for x, y in zip(again(), right, strict=True):
+                np.testing.assert_array_equal(x, y)
+            assert losses > 2 or "partial reductions: " in run.report.lost[0]
 
 
 def stuck_plan(n):
