@@ -13,6 +13,7 @@ Sharp edges: `skip` and `state` must be answered while `run` runs, so an actor n
 second thread.
 """
 
+import os
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ import numpy as np
 from drjax.engines.core import combine, worker
 from drjax.engines.core.messages import BlockResult, File, Task, WorkerState
 from drjax.engines.core.saved_calls import read_slices, write_slices
+from drjax.engines.ray import read_by_workers
+from drjax.engines.ray.read_by_workers import UnreadPart
 from drjax.engines.slices.worker_slices import Pieces
 
 Arrays = list[np.ndarray]
@@ -32,7 +35,7 @@ _SMALL = 8 << 10  # bytes of a block that go into the message itself
 
 def without_slices(
     name: str, task: Task, reference: Callable[..., Any]
-) -> tuple[Task, list[int | Pieces], list[Any]]:
+) -> tuple[Task, list[int | Pieces | UnreadPart], list[Any]]:
     """Take the slices out of the block of a task, for `Worker.run`.
 
     The result is `(task, sources, parts)`: a copy of the task with a block without
@@ -42,15 +45,19 @@ def without_slices(
     workers have. `sources` says for each partitioned input of the stage, in order,
     where its slices are: an int is the index in `parts` of a list with one array
     `[c, ...]`. A `Pieces` says that workers have the slices: its `pieces` name
-    indices in `parts` in place of references.
+    indices in `parts` in place of references. An `UnreadPart` is read by the worker.
 
     `name` is that of the plan file.
     """
-    block, parts, sources = task.block, [], []
-    arrays = [x for x in block.slices if not isinstance(x, Pieces)]
+    block, parts = task.block, []
+    sources: list[int | Pieces | UnreadPart] = []
+    arrays = [x for x in block.slices if isinstance(x, np.ndarray)]
     small = sum(x.nbytes for x in arrays) <= _SMALL
     groups = int(block.groups[0]), len(block.groups)
     for i, x in enumerate(block.slices):
+        if isinstance(x, UnreadPart):
+            sources.append(x)
+            continue
         if isinstance(x, Pieces):
             x = x.only_used()  # as others may be large
             pieces = [(len(parts) + k, leaf) for k, (_, leaf) in enumerate(x.pieces)]
@@ -89,15 +96,17 @@ class Message:
       parts: Each is a list of arrays, the argument that has it, or the number of an
         earlier argument.
       outdated: Numbers that the worker forgets first; None: all.
+      inputs: The argument with the `Lazy` inputs that the worker reads; None: none.
     """
 
     name: str
     file: Stored | None
     task: Task
-    sources: list[int | Pieces]
+    sources: list[int | Pieces | UnreadPart]
     shared: Arrays | Stored
     parts: list[Arrays | Stored | int]
     outdated: list[int] | None
+    inputs: Stored | None = None
 
 
 class Worker:
@@ -142,13 +151,23 @@ class Worker:
 
         parts, task = [*map(read, message.parts)], message.task
         slices = [
-            parts[x][0] if isinstance(x, int) else x.assemble(parts.__getitem__)
+            parts[x][0]
+            if isinstance(x, int)
+            else x.assemble(parts.__getitem__)
+            if isinstance(x, Pieces)
+            else x
             for x in message.sources
         ]
         # The task came without its slices, which may be views of the shared store.
-        task = replace(task, block=replace(task.block, slices=slices))
-        # The worker module keeps the compiled stages of a file, by its key.
-        result = worker.run(self._files[message.name], task, read(message.shared))
+        block, failed = replace(task.block, slices=slices), {}
+        if message.inputs is not None:
+            lazy: Any = arguments[message.inputs.argument]
+            block, failed = read_by_workers.read(block, lazy)
+        task, result = replace(task, block=block), BlockResult([], [], {}, os.getpid())
+        if block.valid.any():
+            # The worker module keeps the compiled stages of a file, by its key.
+            result = worker.run(self._files[message.name], task, read(message.shared))
+        result.failed.update(failed)
         own: list[Any] = []
         if task.stay:
             # A block without results has no slices.
@@ -188,6 +207,7 @@ class Worker:
         """Return how many devices the worker has, and of which platform."""
         devices = jax.local_devices()
         return len(devices), devices[0].platform
+
 
 def _pickled(result: BlockResult) -> bytes | BlockResult:
     """Pickle a result, unless it has large arrays, which the engine may share."""

@@ -42,6 +42,7 @@ from drjax.engines.ray.actor import Message, Stored, Worker, without_slices
 from drjax.engines.ray.metrics import Metrics
 from drjax.engines.ray.placement import Placement
 from drjax.engines.ray.process_exit import ListeningProcess
+from drjax.engines.ray.read_by_workers import Unread, readable
 from drjax.engines.ray.resident_slices import ResidentSlices
 from drjax.engines.ray.tree_of_sums import MOST, TreeOfSums
 from drjax.engines.slices.worker_slices import LOST, Keeping
@@ -334,6 +335,7 @@ class Actors(Keeping):
         self._last_enough = time.monotonic()
         put = lambda slices: self._connection.live().put(slices)
         self._slices = ResidentSlices(put, self.read, limit)
+        self._inputs: Any = None  # of the stage, which workers read
         # By the handle of a task in flight: its slices that stay, and its partial
         # reductions, if they are apart.
         self._own: dict[Any, tuple[Any, Any]] = {}
@@ -521,6 +523,11 @@ class Actors(Keeping):
         self._placement.settle(wait, self._replace, call.options.timeout)
         self._slices.begin()
         self._own.clear()  # of tasks that a failed call has left
+        lazy = [x for x in call.slices if readable(x)]
+        self._inputs = self._connection.live().put(lazy) if lazy else None
+        index = itertools.count()
+        slices = [Unread(x, next(index)) if readable(x) else x for x in call.slices]
+        call = replace(call, slices=slices)
         blocks = -(-len(call.alive) // call.block_size)
         if blocks > MOST and call.partial_bytes >= _ADDED:
             return self._added_up(call, call.options.retries)
@@ -529,7 +536,7 @@ class Actors(Keeping):
     def _added_up(self, call: StageCall, retries: int) -> Results:
         """Run the blocks of a stage, and have workers add up their partial reductions.
 
-        What is lost on the way is computed again, `retries` times.
+        If some are lost on the way, the blocks run again, `retries` times.
         """
         took_part, count = np.zeros(len(call.alive), bool), itertools.count()
 
@@ -546,28 +553,33 @@ class Actors(Keeping):
                 took_part[block.groups[block.valid]] = True
                 took_part[[*result.failed]] = False
             yield block, replace(result, partials=[])
-        total, errors = tree.total(), self._ray.exceptions
+        if (total := tree.total()) is None:
+            return
+        errors = self._ray.exceptions
         lost = errors.RayActorError, errors.ObjectLostError, errors.OutOfMemoryError
-        if total is None:
-            return
         nobody = Block(np.zeros(0, np.int32), np.zeros(0, bool), [])
+        self._connection.wait([total], 1, None)
         try:
-            yield nobody, BlockResult(self._connection.live().get(total), [], {})
-            return
-        except (
-            lost.RayActorError,
-            lost.ObjectLostError,
-            lost.OutOfMemoryError,
-        ) as error:
+            sums = self._connection.live().get(total)
+        except lost as error:
+            why = str(error).strip().splitlines()[0]
             if not retries:
                 raise EngineError(
                     "Partial reductions are lost, as the workers or machines that had "
-                    f"them have ended: {str(error).strip().splitlines()[0]}"
+                    f"them have ended: {why}"
                 ) from error
-            call.lost(f"partial reductions: {str(error).strip().splitlines()[0]}")
+            call.lost(f"partial reductions: {why}")
+        else:
+            yield nobody, BlockResult(sums, [], {})
+            return
         # The same blocks, so that the sums have the same bits.
         again = replace(call, alive=took_part, job=replace(call.job, stay=()))
         for block, result in self._added_up(again, retries - 1):
+            for group, why in result.failed.items():
+                # Its slices, and its share of a mean, are counted.
+                raise EngineError(
+                    f"it failed only when it ran again: {why}", group=group
+                )
             if not len(block.groups):
                 yield block, result
 
@@ -599,6 +611,7 @@ class Actors(Keeping):
             shared if isinstance(shared, list) else stored(shared),
             outdated=self._placement.outdated(actor, numbers, removed),
             parts=[*map(part, parts)],
+            inputs=None if self._inputs is None else stored(self._inputs),
         )
         run = actor.run.options(num_returns=1 + bool(task.stay) + task.apart)
         refs = run.remote(pickle.dumps(message), *arguments)

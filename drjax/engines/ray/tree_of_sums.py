@@ -4,7 +4,7 @@ Input: references to partial reductions, in the order of their blocks. Output: t
 reference to the total.
 
 Invariants: which are added to which depends on their order alone, and so do the bits of
-the total. At most three references of each level wait.
+the total. At most three references of each height wait.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,22 +18,22 @@ class TreeOfSums:
 
     def __init__(self, add: Callable[[Sequence[Any]], Any]):
         self._add = add
-        self._levels: list[list[Any]] = []
+        self._waiting: list[list[Any]] = []  # by height
 
-    def append(self, reference: Any, level: int = 0) -> None:
-        """Add a partial reduction, or at a higher level a sum of some."""
-        if level == len(self._levels):
-            self._levels.append([])
-        waiting = self._levels[level]
+    def append(self, reference: Any, height: int = 0) -> None:
+        """Add a partial reduction, or a sum of 4 to the power of `height` of them."""
+        if height == len(self._waiting):
+            self._waiting.append([])
+        waiting = self._waiting[height]
         waiting.append(reference)
         if len(waiting) == MOST:
-            self._levels[level] = []
-            self.append(self._add(waiting), level + 1)
+            self._waiting[height] = []
+            self.append(self._add(waiting), height + 1)
 
     def total(self) -> Any:
         """Return the reference to the total; None: there is nothing to add up."""
         total: list[Any] = []
-        for waiting in self._levels:
+        for waiting in self._waiting:
             total = [*waiting, *total]
             if len(total) > 1:
                 total = [self._add(total)]

@@ -146,7 +146,7 @@ class TestRay(Conformance):
             assert [*run.report.dropped] == [2]
             assert f"took longer than {LIMIT} s" in run.report.dropped[2]
 
-    def test_groups_in_parquet_files(self, tmp_path):
+    def test_groups_in_parquet_files(self, tmp_path, monkeypatch):
         pa, pq = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
         n, (x, w) = 20, slices_for(20)
         wide = np.arange(6, dtype=np.float32).reshape(2, 3) * x[:, None, None]
@@ -161,11 +161,29 @@ class TestRay(Conformance):
         def total(data):
             return drjax.reduce_weighted_mean(data["x"], data["w"]), data["w"]
 
-        plan = drjax.make_plan(total)({"x": wide, "w": w})
-        with self.compile(plan, block_size=3) as run:
-            mean, result = run(Parquet(tmp_path / "groups-*.parquet"))
+        def mean_alone(data):
+            return drjax.reduce_weighted_mean(data["x"], data["w"])
+
+        files, shapes = Parquet(tmp_path / "groups-*.parquet"), {"x": wide, "w": w}
+        with self.compile(drjax.make_plan(total)(shapes), block_size=3) as run:
+            mean, result = run(files)
         np.testing.assert_allclose(mean, np.average(wide, 0, w), rtol=1e-6)
         np.testing.assert_array_equal(result, w)
+
+        def refuse(*_):
+            raise AssertionError("the driver reads")
+
+        # Workers are other processes, where this changes nothing.
+        for name in ("starting", "cursor", "batches"):
+            monkeypatch.setattr(Parquet, name, refuse)
+        plan = drjax.make_plan(drjax.program(clients=n)(mean_alone))(shapes)
+        (tmp_path / "groups-2.parquet").write_bytes(b"")  # after its footer was read
+        with self.compile(plan, block_size=3, on_error="drop") as run:
+            mean = run(files)
+        good = np.arange(n) // 5 != 2
+        np.testing.assert_allclose(mean, np.average(wide[good], 0, w[good]), rtol=1e-6)
+        assert [*run.report.dropped] == [10, 11, 12, 13, 14]
+        assert "it cannot be read from" in run.report.dropped[10]
 
     def test_files_that_are_not_there(self, tmp_path):
         text = "There is no file "
