@@ -34,7 +34,7 @@ from drjax.backends import ray as backend
 from drjax.engines.core.messages import BlockResult
 
 SMALL, FEATURES, TURNS, ROUNDS = 1000, 16, 10, 20
-LARGE = (8, 25_000_000, 1), (64, 6_250_000, 1), (1_000_000, 25, 5000)
+LARGE = (8, 25_000_000, 1), (64, 6_250_000, 1), (1_000_000, 25, 500_000)
 SLOWER, SECONDS, ADDED_UP = 1.5, 1.0, 1.2  # the goals
 HAND_WRITTEN = "hand-written actor loop"  # what tables call the baseline
 

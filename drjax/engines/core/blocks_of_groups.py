@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from drjax._errors import DrjaxError, DrjaxValueError
-from drjax.engines.core.messages import Block
+from drjax.engines.core.messages import Block, range_of_groups
 from drjax.engines.slices.groups import Cursor, Lazy
 from drjax.engines.slices.slices import Slices
 
@@ -48,8 +48,7 @@ def blocks_of_groups(
     for low in range(start, stop, size):
         high = min(low + size, stop)
         known = alive[low - start : high - start]
-        # int32 is the type of the group index for which stages are exported.
-        groups = np.arange(high - low, dtype=np.int32) + np.int32(low)
+        groups = range_of_groups(low, high)
         if not items:
             batches = _batches(cursors, high - low)
             if batches is not None:

@@ -12,6 +12,7 @@ Sharp edges: stages and rounds are named by their index in `rounds_of`, which dr
 workers must compute from the same file.
 """
 
+import functools
 import itertools
 import os
 from collections.abc import Iterator, Sequence
@@ -62,13 +63,21 @@ class Block:
     slices: list[Any]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        count = len(self.groups)
         # Most blocks are of consecutive groups that all take part: two numbers.
-        if count and self.valid.all():
-            first = int(self.groups[0])
-            if np.array_equal(self.groups, np.arange(first, first + count)):
-                return _of_range, (first, count, self.slices)
+        if isinstance(self.place, slice) and self.valid.all():
+            return _of_range, (self.place.start, self.place.stop, self.slices)
         return Block, (self.groups, self.valid, self.slices)
+
+    @functools.cached_property
+    def place(self) -> slice | np.ndarray:
+        """Where the groups are in an array of all, as a slice if they are consecutive."""
+        if not len(self.groups):
+            return self.groups
+        first = int(self.groups[0])
+        consecutive = range_of_groups(first, first + len(self.groups))
+        if not np.array_equal(self.groups, consecutive):
+            return self.groups
+        return slice(first, first + len(self.groups))
 
     def without(self, out: np.ndarray) -> "Block":
         """Return a copy that also masks the groups in `out`, bool `[c]`."""
@@ -125,9 +134,24 @@ class Block:
         return Block(self.groups[index], valid, [x[index] for x in self.slices])
 
 
-def _of_range(first: int, count: int, slices: list[Any]) -> Block:
-    groups = np.arange(first, first + count, dtype=np.int32)
-    return Block(groups, np.ones(count, bool), slices)
+def _of_range(first: int, stop: int, slices: list[Any]) -> Block:
+    return Block(range_of_groups(first, stop), np.ones(stop - first, bool), slices)
+
+
+def range_of_groups(first: int, stop: int) -> np.ndarray:
+    """Return the indices of consecutive groups, read-only, `[stop - first]`.
+
+    They are int32, the type for which stages are exported.
+    """
+    return _indices(1 << max(0, stop - 1).bit_length())[first:stop]
+
+
+@functools.cache
+def _indices(count: int) -> np.ndarray:
+    # Once: of a million groups, new memory takes longer than the rest of a message.
+    indices = np.arange(count, dtype=np.int32)
+    indices.flags.writeable = False
+    return indices
 
 
 @dataclass(frozen=True)

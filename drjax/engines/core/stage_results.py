@@ -65,7 +65,8 @@ class StageResults:
             if not stays
         ]
         self._engine, self._pieces = engine, []  # of what stays
-        self._piece, self._position = np.full(n, -1), np.zeros(n, int)
+        indices = n if any(self._stay) else 0
+        self._piece, self._position = np.full(indices, -1), np.zeros(indices, int)
         self._block_size = block_size
         self.groups = self.blocks = 0
         self.full_blocks: list[BlockResult] = []
@@ -77,10 +78,10 @@ class StageResults:
         that the block masks do not count either.
         """
         # A group that failed in this block itself is not alive any more.
-        good = block.valid & alive[block.groups]
+        good = block.valid & alive[block.place]
         # A block whose groups have all failed has no slices.
-        if good.any():
-            self.groups += int(good.sum())
+        if count := int(good.sum()):
+            self.groups += count
             for stack, slices in zip(self._slices, block_result.slices, strict=True):
                 stack[block.groups[good]] = slices[good]
             if any(self._stay):

@@ -550,7 +550,7 @@ class Actors(Keeping):
         for block, result in pool_scheduler.results(self, apart):
             if result.partials:
                 tree.append(result.partials[0])
-                took_part[block.groups[block.valid]] = True
+                took_part[block.place] |= block.valid
                 took_part[[*result.failed]] = False
             yield block, replace(result, partials=[])
         if (total := tree.total()) is None:

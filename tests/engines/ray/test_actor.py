@@ -62,6 +62,9 @@ def test_blocks_are_pickled(groups, out):
     np.testing.assert_array_equal(copy.groups, block.groups)
     np.testing.assert_array_equal(copy.valid, block.valid)
     np.testing.assert_array_equal(copy.slices[0], np.arange(3))
+    np.testing.assert_array_equal(np.arange(8)[block.place], block.groups)
+    consecutive = [0, 1, 2], [3, 4], [7]
+    assert isinstance(copy.place, slice) == (groups in consecutive)
 
 
 def test_a_range_is_pickled_as_two_numbers():
