@@ -70,7 +70,7 @@ class Block:
 
     @functools.cached_property
     def place(self) -> slice | np.ndarray:
-        """Where the groups are in an array of all, as a slice if they are consecutive."""
+        """Where the groups are among all, as a slice if they are consecutive."""
         if not len(self.groups):
             return self.groups
         first = int(self.groups[0])

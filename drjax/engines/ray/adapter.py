@@ -414,6 +414,11 @@ class Actors(Keeping):
             )
         return done
 
+    def _wait_for_worker(self) -> None:
+        """Wait until there is a worker, if there is none."""
+        while not self.working:
+            self._watch([], _LOOK)
+
     def _join(self, actor: ActorHandle, started: ObjectRef) -> None:
         """Add an actor to the workers, or start another if it was lost meanwhile."""
         try:
@@ -490,8 +495,7 @@ class Actors(Keeping):
         return piece.digest
 
     def load(self, folder: str, digests: Sequence[str]) -> list["_Piece"]:
-        while not self.working:
-            self._watch([], _LOOK)
+        self._wait_for_worker()
         pairs = [
             actor.load.options(num_returns=2).remote(folder, digest)
             for actor, digest in zip(itertools.cycle(self._placement.workers), digests)
@@ -530,7 +534,7 @@ class Actors(Keeping):
         call = replace(call, slices=slices)
         blocks = -(-len(call.alive) // call.block_size)
         if blocks > MOST and call.partial_bytes >= _ADDED:
-            return self._added_up(call, call.options.retries)
+            return self._added_up(call, call.options.retry("worker").times)
         return pool_scheduler.results(self, call)
 
     def _added_up(self, call: StageCall, retries: int) -> Results:
@@ -541,8 +545,8 @@ class Actors(Keeping):
         took_part, count = np.zeros(len(call.alive), bool), itertools.count()
 
         def add(references: Sequence[ObjectRef]) -> ObjectRef:
-            workers = self._placement.workers
-            actor = workers[next(count) % len(workers)]
+            self._wait_for_worker()
+            actor = self._placement.workers[next(count) % self.working]
             return actor.add.remote(call.job.ops, *references)
 
         tree = TreeOfSums(add)
