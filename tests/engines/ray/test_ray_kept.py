@@ -20,6 +20,7 @@ import pytest
 
 import drjax
 from drjax.backends import Kept, in_process, ray, reference
+from drjax.engines.ray import adapter
 from tests.engines.ray.conftest import MARKS
 from tests.helpers import dying_trainer
 from tests.helpers import kept_programs as programs
@@ -60,7 +61,11 @@ def received_bytes(monkeypatch):
 
 
 @pytest.mark.parametrize("name", some(["scaffold", "diloco"], "scaffold"))
-def test_state_stays_with_the_workers(actors, name):
+@pytest.mark.parametrize("by_workers", [False, True])
+def test_state_stays_with_the_workers(actors, name, by_workers, monkeypatch):
+    if by_workers:  # add up partial reductions
+        monkeypatch.setattr(adapter, "_ADDED", 0)
+        monkeypatch.setattr(adapter, "MOST", 1)
     n, algorithm = 8, programs.ALGORITHMS[name]
     plan, start = algorithm.plan(n), algorithm.start(n)
     run, keep = algorithm.run, algorithm.keep
