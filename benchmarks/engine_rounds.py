@@ -325,7 +325,7 @@ def markdown(small: dict, many: list[dict], large: list[dict]) -> str:
         "50 of the shortest. In parentheses: the baseline.",
         report.table(
             [
-                *("groups", "result, MB", "blocks", "time", "s", "baseline, s"),
+                *("groups", "result, MB", "time", "s"),
                 *("memory of a worker, MB", "to the driver, MB"),
             ],
             [_large_line(x) for x in large],
@@ -347,9 +347,9 @@ def _large_line(x: dict[str, Any]) -> list[str]:
     ours, hand = x["drjax"], x[HAND_WRITTEN]
     seconds = np.median(ours["seconds"]), np.median(hand["seconds"])
     return [
-        *(f"{x['n']:,}", f"{4e-6 * x['floats']:g}", f"{x['blocks']}"),
+        *(f"{x['n']:,}", f"{4e-6 * x['floats']:g}"),
         _spread(_slower(x)),
-        *(f"{t:.2g}" for t in seconds),
+        "{:.2g} ({:.2g})".format(*seconds),
         f"{ours['peak'] / 1e6:,.0f} ({hand['peak'] / 1e6:,.0f})",
         f"{ours['bytes'] / 1e6:,.4g} ({hand['bytes'] / 1e6:,.4g})",
     ]
