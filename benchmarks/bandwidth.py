@@ -92,19 +92,15 @@ def exchanges(
     def exchange(i: int) -> Exchange:
         """The i-th of the program."""
         x, (slices,) = sent[i], parts.parts[i // legs].leaves.values()
-        of_part = range(layers) if slices is None else range(layers)[_as_slice(slices)]
+        of_part = (
+            range(layers) if slices is None else range(layers)[slices[0] :: fragments]
+        )
         chips = mesh.size // WORKERS
         bits = 8 * chips * x.bytes / (layers * SIZE * SIZE)
         before = schedule.flops(entry[: place[x.name]])
         return Exchange(steps(before), steps(x.hidden_flops), of_part, bits)
 
     return tuple(map(exchange, range(len(sent))))
-
-
-def _as_slice(layers: tuple[int, ...]) -> slice:
-    """Of layers with equal distances."""
-    step = layers[1] - layers[0] if len(layers) > 1 else 1
-    return slice(layers[0], layers[-1] + 1, step)
 
 
 def of_line(model: Model, line: str) -> tuple[list[Exchange], int]:

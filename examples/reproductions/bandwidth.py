@@ -29,7 +29,7 @@ nothing is allocated. No number is fitted. `--plan FILE` adds a line for any sav
 
 import dataclasses
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +96,7 @@ class Model(NamedTuple):
         fragments = self.layers // bandwidth.LAYERS
         return {"H": 100, "fragments": fragments, "delay": int(line != STREAMING)}
 
-    def timing(self, line: str, bits: float):
+    def timing(self, line: str, bits: float) -> tuple[Any, float, int, int]:
         """Arguments of `needed`: the published exchanges, seconds, layers, H."""
         settings = self.settings(line)
         sent = bandwidth.schedule(bits * self.billions, self.layers, **settings)
@@ -284,16 +284,17 @@ def main(config: Config) -> results.Results:
             continue
         for line, quoted in model.quoted.items():
             kind = next((x for x in ("data-parallel", "fp4") if x in line), "DiLoCo")
-            exchanges, *timing = model.timing(line, bits[kind])
+            timing = model.timing(line, bits[kind])
             name = f"{model.table}: {model.billions:.0f}B, {line}"
-            indices = bandwidth.needed(exchanges, *timing)
+            indices = bandwidth.needed(*timing)
             off[model.table].append(indices - index_of(quoted))
             grid[name] = GBITS[indices]
             pairs = zip(shown(grid[name]), shown(quoted), strict=True)
             table.append([name, *(f"{x} ({y})" for x, y in pairs)])
             if model.billions in (10, 405):
                 utilizations = [
-                    bandwidth.utilization(exchanges, W, *timing) for W in bandwidth.GRID
+                    bandwidth.utilization(timing[0], W, *timing[1:])
+                    for W in bandwidth.GRID
                 ]
                 curves[model.table, model.billions, line] = utilizations, quoted
     far = {x: np.abs(y) for x, y in off.items()}
