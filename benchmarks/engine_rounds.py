@@ -203,7 +203,7 @@ class _Received:
     """Counts the bytes of arrays that come to the driver: all that it gets from Ray."""
 
     def __enter__(self) -> "_Received":
-        self._ray = importlib.import_module("ray")
+        self._ray: Any = importlib.import_module("ray")
         self.bytes, self._get = 0, self._ray.get
         self._ray.get = self._counted
         return self

@@ -52,7 +52,8 @@ class Processes:
     """A `drjax.engines.core.protocols.Pool` of processes."""
 
     def __init__(self, workers: int = 2):
-        self.workers, self.generation, self.stays = workers, 0, ""
+        self.workers = self.working = workers
+        self.generation, self.stays = 0, ""
         self.processes: list[_Process] = []
         self.killed = 0
 

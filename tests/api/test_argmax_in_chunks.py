@@ -79,7 +79,7 @@ def test_data_are_read_once(block):
 
         def __getitem__(self, i):
             reads.append(i)
-            return np.float32([i % 5, -i])
+            return np.array([i % 5, -i], np.float32)
 
     best = drjax.jit(drjax.program(clients=n)(block))
     expected = BLOCKS[block](

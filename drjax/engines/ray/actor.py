@@ -120,7 +120,7 @@ class Worker:
         self._files: dict[str, File] = {}
         self._slices: dict[int, Arrays] = {}
 
-    def run(self, data: bytes, *arguments: File | Arrays) -> Any:
+    def run(self, data: bytes, *arguments: Any) -> Any:
         """Run one stage of a plan file on one block of groups; `data` is a `Message`.
 
         The result is a `BlockResult`; or a tuple of it and of what is an object of its

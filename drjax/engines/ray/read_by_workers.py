@@ -13,7 +13,7 @@ reads it from the start.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -54,7 +54,7 @@ class Unread(Slices):
         return self._lazy.whole()
 
 
-def readable(x: Slices) -> bool:
+def readable(x: np.ndarray | Slices) -> TypeGuard[Lazy]:
     """Return whether workers can read an input of a stage."""
     return isinstance(x, Lazy) and x.source.groups.bounds() is not None
 

@@ -26,7 +26,7 @@ class Sent:
     def run(self, parts, outdated, *arguments, file=None, stay=()):
         block = Block(np.arange(N, dtype=np.int32), np.ones(N, bool), [])
         task = Task(0, block, N, False, False, stay=stay)
-        shared = [np.float32(2)]
+        shared = [np.array(2, np.float32)]
         message = Message("name", file, task, [0, 1], shared, parts, outdated)
         return self.worker.run(pickle.dumps(message), *arguments)
 

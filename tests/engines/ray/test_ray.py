@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -194,6 +195,7 @@ class TestAddedUp:
     """Partial reductions, though they are small, are added up by the workers."""
 
     processes = True
+    compile: Any
     _on = TestRay._on
     test_folds = Conformance.test_folds_are_in_the_order_of_the_groups
     test_sizes = Conformance.test_block_size_and_workers_do_not_matter
