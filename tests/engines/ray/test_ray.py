@@ -55,6 +55,9 @@ class TestRay(Conformance):
     def _on(self, actors):
         def compile(plan, workers=2, **options):
             warm = actors if workers == actors.workers else workers
+            # Another test may have ended one, whose successor calls do not wait for.
+            while actors._starting:
+                actors._watch([], 1.0)
             cores = {"num_cpus": 0}  # all are taken
             return ray.compile(plan, workers=warm, ray_options=cores, **options)
 
