@@ -11,9 +11,9 @@ from tests.helpers.cases import some
 # Each example runs on one engine in each gate, and on the others in `.ci/run --full`.
 CHOSEN = {
     "xla": ("analytics",),  # others compile for seconds
-    "ray": ("robust",),
+    "ray": ("diloco", "robust"),
     "beam": ("federated_sklearn", "scaffold"),
-    "flower": ("fedavg", "sweep"),
+    "flower": ("fedavg", "personalization", "sweep"),
 }
 
 
