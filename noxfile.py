@@ -107,9 +107,10 @@ def engines(session: nox.Session) -> None:
 
 
 def _engine(session: nox.Session, name: str, *arguments: str) -> None:
+    # In order: Ray connects to no cluster of tests once it has started by itself.
     files = [
-        *Path("tests/engines", name).glob("test_*.py"),
-        *Path("tests").glob(f"*/test_{name}*.py"),
+        *sorted(Path("tests/engines", name).glob("test_*.py")),
+        *sorted(Path("tests").glob(f"*/test_{name}*.py")),
     ]
     marks = ("-m", "engines and not grid", "--durations", "15")
     session.run("python", "-m", "pytest", *marks, *map(str, files), *arguments)

@@ -184,6 +184,22 @@ RAW = re.compile(
 NEEDS_BUILD = {"docs/api"}  # written from docstrings
 
 
+def test_contents_name_each_page_of_a_section():
+    """Where they name pages, and do not follow the links of the section's page."""
+    tree = ast.parse((DOCS / "conf.py").read_text())
+    (contents,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "CONTENTS"
+    )
+    sections = [x for x in contents if x.endswith("/index") and "*" not in contents[x]]
+    named = [x for x in sections if contents[x] and "/" not in contents[x]]
+    assert "engines/index" in named
+    for section in named:
+        pages = {path.stem for path in (DOCS / section).parent.glob("*.md")}
+        assert pages - {"index"} == {*contents[section].split()}, section
+
+
 def test_generated_parts_are_what_generates_them():
     written = runpy.run_path(str(DOCS / "write_pages.py"))["pages"]()
     assert len(written) > 25
