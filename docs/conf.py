@@ -136,7 +136,8 @@ sitemap_excludes = ["404.html", "search.html", "genindex.html", "_modules/*"]
 # are not named, follow the links of the section's page.
 CONTENTS = {
     "api/index": "programs blocks plans backends primitives contrib errors",
-    "engines/index": "ray beam flower secure_sums data failures observing where_it_ends",
+    "engines/index": "ray beam flower secure_sums data failures observing "
+    "where_it_ends",
     "experiments": "experiments_tables experiments_collectives",
     "benchmarks": "experiments",
     "explanation/index": "/concepts /glossary /plans /plan_files /sharp_edges *",
