@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 from benchmarks.overlap import OUTER, mesh_of
-from benchmarks.report import table
+from benchmarks.report import table, write
 from drjax.compiled import Report
 from drjax.compiled.hlo import Module
 from drjax.compiled.schedule import Schedule
@@ -176,11 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    text = markdown(measure())
-    if args.out:
-        args.out.write_text(text)
-    else:
-        print(text)
+    write(markdown(measure()), args.out)
 
 
 if __name__ == "__main__":

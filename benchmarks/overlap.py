@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import drjax
-from benchmarks.report import table
+from benchmarks.report import table, write
 from drjax.compiled import Report, Total, totals
 from drjax.compiled.hlo import Module
 from drjax.contrib import diloco
@@ -315,10 +315,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", choices=MODELS, default=["350M", "1B"])
     args = parser.parse_args()
     text = markdown(measure(show=args.schedule), measure_models(tuple(args.models)))
-    if args.out:
-        args.out.write_text(text)
-    else:
-        print(text)
+    write(text, args.out)
 
 
 if __name__ == "__main__":

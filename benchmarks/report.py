@@ -8,6 +8,7 @@ the machine does falls on both.
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 OURS, BASELINE = "drjax", "shard_map, vmap"
@@ -207,6 +208,14 @@ def _cases_table(rows: list[Row], every: list[Row], everything: bool) -> str:
     narrow = [[line[0], *line[4:]] for line in (_HEADER, *cells)]
     about = f"n = {n} groups on {devices} devices, with {data} data."
     return f"{about}\n\n{table(narrow[0], narrow[1:], keys=2)}"
+
+
+def write(text: str, out: Path | None) -> None:
+    """Write a table to a file; None: print it."""
+    if out is None:
+        print(text)
+    else:
+        out.write_text(text)
 
 
 def goal_table(result: list[Goal]) -> str:

@@ -40,7 +40,15 @@ class CallStarted(Event):
 
 
 @dataclass(frozen=True)
-class StageStarted(Event):
+class _OfStage(Event):
+    """An event in the groups' work of a round."""
+
+    round: str
+    stage: str
+
+
+@dataclass(frozen=True)
+class StageStarted(_OfStage):
     """The groups' work of a round begins.
 
     Attributes:
@@ -49,13 +57,11 @@ class StageStarted(Event):
       groups: How many groups take part, int.
     """
 
-    round: str
-    stage: str
     groups: int
 
 
 @dataclass(frozen=True)
-class BlockDone(Event):
+class BlockDone(_OfStage):
     """The result of a block of groups has been added.
 
     Attributes:
@@ -67,15 +73,13 @@ class BlockDone(Event):
       seconds: How long the worker took, float.
     """
 
-    round: str
-    stage: str
     groups: int
     process: int
     seconds: float
 
 
 @dataclass(frozen=True)
-class Retried(Event):
+class Retried(_OfStage):
     """A block was lost, and is tried again, perhaps in halves.
 
     Attributes:
@@ -86,15 +90,13 @@ class Retried(Event):
       wait: Seconds until it is sent again, float.
     """
 
-    round: str
-    stage: str
     kind: str
     why: str
     wait: float
 
 
 @dataclass(frozen=True)
-class GroupFailed(Event):
+class GroupFailed(_OfStage):
     """A group has failed. With `on_error="raise"`, the error follows.
 
     Attributes:
@@ -104,8 +106,6 @@ class GroupFailed(Event):
       why: The reason, text.
     """
 
-    round: str
-    stage: str
     group: int
     why: str
 
@@ -122,7 +122,7 @@ class WorkersChanged(Event):
 
 
 @dataclass(frozen=True)
-class StageEnded(Event):
+class StageEnded(_OfStage):
     """The groups' work of a round is done.
 
     Attributes:
@@ -133,8 +133,6 @@ class StageEnded(Event):
       seconds: How long the stage took, float.
     """
 
-    round: str
-    stage: str
     groups: int
     blocks: int
     seconds: float

@@ -366,7 +366,7 @@ class Actors(Keeping):
             pass
 
     def _start(self) -> None:
-        """Start an actor, without waiting: it joins the workers in `_wait`.
+        """Start an actor, without waiting: it joins the workers in `_watch`.
 
         Ray delays the start of an actor until the resources for it are free.
         """
@@ -600,9 +600,11 @@ class Actors(Keeping):
             return Stored(len(arguments) - 1, number)
 
         def part(x: Any) -> Any:
-            number = None if isinstance(x, list) else self._slices.numbers.get(x)
-            if isinstance(x, list) or number is None:
-                return x if isinstance(x, list) else stored(x)
+            if isinstance(x, list):
+                return x
+            number = self._slices.numbers.get(x)
+            if number is None:
+                return stored(x)
             lacks = self._placement.lacks(actor, number)
             return stored(x, number) if lacks else number
 
