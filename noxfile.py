@@ -8,6 +8,7 @@
 `.ci/run` runs them in fresh copies, with the oldest and the newest Python and JAX.
 """
 
+import tempfile
 from pathlib import Path
 
 import nox
@@ -113,7 +114,10 @@ def _engine(session: nox.Session, name: str, *arguments: str) -> None:
         *sorted(Path("tests").glob(f"*/test_{name}*.py")),
     ]
     marks = ("-m", "engines and not grid", "--durations", "15")
-    session.run("python", "-m", "pytest", *marks, *map(str, files), *arguments)
+    # In a folder of its own Ray does not see the clusters of other tests.
+    with tempfile.TemporaryDirectory(prefix="ray") as folder:
+        tests = *marks, *map(str, files), *arguments
+        session.run("python", "-m", "pytest", *tests, env={"RAY_TMPDIR": folder})
 
 
 @nox.session
