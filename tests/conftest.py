@@ -1,13 +1,15 @@
 """Stricter than users: warnings are errors, ranks do not promote, tracers may not leak.
 
 Every test process has eight virtual CPU devices. What XLA compiles is kept in pytest's
-cache: the processes of a run share it, and a later run takes a third of the time.
+cache: the processes of a run share it, and a later run takes less time.
 """
 
 import collections
 import gc
 import os
 import shutil
+import threading
+import zlib
 from pathlib import Path
 
 import jax
@@ -17,32 +19,51 @@ import pytest
 gc.set_threshold(100_000, 20, 50)
 
 DEFAULT = "not slow and not engines"  # as in pyproject.toml
+NEWEST = jax.__version_info__ >= (0, 12)
 KEPT = 2**30  # bytes; a run adds some hundred million where all has changed
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # With leak checks everything is traced again: only with the newest JAX.
-jax.config.update("jax_check_tracer_leaks", jax.__version_info__ >= (0, 12))
+jax.config.update("jax_check_tracer_leaks", NEWEST)
 
 
 def pytest_configure(config):
     keep_compiled(config)
     compile_quickly(config)
+    if not NEWEST:
+        reuse_contexts()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(items):
-    """Of the parameters of a `sampled` test, a third is slow, a third in the grids."""
+    """Of the parameters of a `sampled` test, a third is slow, a third in the grids.
+
+    Of what remains of a test with four or more, half is slow with the oldest JAX, and
+    the other half with the newest: each is in one of the two default runs.
+    """
     from tests.helpers.cases import marks_of  # uses JAX, which is configured by now
 
-    seen = collections.Counter()
+    seen, tests = collections.Counter(), collections.defaultdict(list)
     for item in items:
-        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
-            name = item.nodeid.split("[")[0]
-            for mark in marks_of(seen[name] % 3):
-                item.add_marker(mark)
+        if item.get_closest_marker("slow") or item.get_closest_marker("engines"):
+            continue
+        name = item.nodeid.split("[")[0]
+        marks = ()
+        if item.get_closest_marker("sampled"):
+            marks = marks_of(seen[name] % 3)
             seen[name] += 1
+        for mark in marks:
+            item.add_marker(mark)
+        if not marks:
+            tests[name].append(item)
+    for of_test in tests.values():
+        if len(of_test) >= 4:
+            # Every second one would often be one value of the last parameter.
+            of_test.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+            for item in of_test[NEWEST::2]:
+                item.add_marker(pytest.mark.slow)
 
 
 def keep_compiled(config):
@@ -53,7 +74,7 @@ def keep_compiled(config):
     if not hasattr(config, "workerinput") and size_of(folder) > KEPT:
         shutil.rmtree(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.03)
 
 
 def size_of(folder: Path) -> int:
@@ -66,9 +87,27 @@ def compile_quickly(config):
     LLVM does not optimize their code. It does so in the slow tests, and in all tests
     with the oldest JAX.
     """
-    if config.option.markexpr == DEFAULT and jax.__version_info__ >= (0, 12):
+    if config.option.markexpr == DEFAULT and NEWEST:
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0"
+
+
+def reuse_contexts():
+    """Lower ten computations of a thread in one MLIR context, as the newest JAX does.
+
+    To make one takes as long as a small computation takes to lower.
+    """
+    from jax._src.interpreters import mlir
+
+    last, make = threading.local(), mlir.make_ir_context
+
+    def make_ir_context():
+        if getattr(last, "uses", 10) == 10:
+            last.context, last.uses = make(), 0
+        last.uses += 1
+        return last.context
+
+    mlir.make_ir_context = make_ir_context
 
 
 def pytest_collectstart():
