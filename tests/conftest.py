@@ -13,6 +13,7 @@ import zlib
 from pathlib import Path
 
 import jax
+import jax.interpreters.mlir
 import pytest
 
 # What JAX keeps is long-lived, and looking through it often takes a fifth of the time.
@@ -97,9 +98,7 @@ def reuse_contexts():
 
     To make one takes as long as a small computation takes to lower.
     """
-    from jax._src.interpreters import mlir
-
-    last, make = threading.local(), mlir.make_ir_context
+    make, last = jax.interpreters.mlir.make_ir_context, threading.local()
 
     def make_ir_context():
         if getattr(last, "uses", 10) == 10:
@@ -107,7 +106,8 @@ def reuse_contexts():
         last.uses += 1
         return last.context
 
-    mlir.make_ir_context = make_ir_context
+    where = "jax._src.interpreters.mlir.make_ir_context"
+    pytest.MonkeyPatch().setattr(where, make_ir_context)
 
 
 def pytest_collectstart():
