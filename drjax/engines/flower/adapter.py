@@ -44,12 +44,14 @@ from drjax.engines.core.protocols import Results, StageCall
 from drjax.engines.flower import (
     client_data,
     code_of_stages,
+    records,
     secure_sums,
     untrusted_replies,
 )
 from drjax.engines.flower.assignment import Assignment
 from drjax.engines.flower.background import Background
 from drjax.engines.flower.claim_queries import ClaimQueries, ClientFailed
+from drjax.engines.flower.records import FIELDS
 from drjax.engines.flower.untrusted_replies import BadReply, Context, Message
 from drjax.engines.slices.groups import Remote
 from drjax.engines.slices.kept import Keep
@@ -59,8 +61,7 @@ from drjax.plan import Plan, Value
 # Of Flower, which users may lack.
 Grid: TypeAlias = Any
 
-# Records of the context's state: slices that stay with the client, and code of stages.
-_STATE, _CODE = "drjax", "drjax_code"
+_CODE = "drjax_code"  # the record of the context's state with the code of stages
 _POLL, _PATIENCE = 0.1, 1.0  # seconds between looks for replies, and for one look
 
 
@@ -203,24 +204,24 @@ def client(
         )
     allowed = None if stages is None else frozenset(stages)
 
-    def reply(message: Message, **config: Any) -> Message:
-        record = flwr.RecordDict({"drjax": flwr.ConfigRecord(config)})
-        return flwr.Message(record, reply_to=message)
+    def reply(message: Message, config: dict[str, Any], **more: Any) -> Message:
+        own = flwr.RecordDict({FIELDS: flwr.ConfigRecord(config), **more})
+        return flwr.Message(own, reply_to=message)
 
     @app.query()
     def query(message: Message, context: Context) -> Message:
         # A claim: the server does not trust it.
-        return reply(message, group=int(context.node_config["partition-id"]))
+        return reply(message, {"group": int(context.node_config["partition-id"])})
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        fields, code = message.content["drjax"], None
-        if "request" in fields:
+        code = None
+        if records.is_request(message.content):
             codes = context.state.get(_CODE) or flwr.ConfigRecord()
-            code = code_of_stages.received(fields, codes, allowed)
+            code = code_of_stages.received(message.content[FIELDS], codes, allowed)
             context.state[_CODE] = codes
             if code is None:
-                return reply(message, **code_of_stages.NEEDED)
+                return reply(message, code_of_stages.NEEDED)
         if secure_sums.is_step(message):
             own = lambda: load(context)
             return secure_sums.answer(message, context, own, code, least)
@@ -230,15 +231,17 @@ def client(
                 f"the owner of this client demands secure sums of {least} groups at "
                 "least, and the stage has none"
             )
-        request = fields["request"]
-        # Of the context's state, as the next message may start another process.
-        store = context.state.get(_STATE) or flwr.ConfigRecord()
+        if code is None:
+            raise ValueError("the message is no request to run a stage")
         # Functions: a stage that reads none of the data must not load it.
         begin = None if initial is None else functools.partial(initial, context)
         own = lambda: load(context)
-        done = client_data.answer(request, own, store, begin, code)
-        context.state[_STATE] = store
-        return reply(message, done=done)
+        request = records.Request.received(message.content)
+        # Of the context's state, as the next message may start another process.
+        store = context.state.array_records
+        done = client_data.answer(request, own, code, store, begin)
+        fields, arrays = records.of_result(done)
+        return reply(message, fields, **arrays)
 
     return app
 
@@ -249,13 +252,16 @@ class _Messages:
     It implements `drjax.engines.flower.claim_queries.Link`. A node is identified by
     its id, and a message by its number, the message id, text. A reply is pulled by the
     number of its request, alone, so that a reply that cannot be read affects no other.
-    A pulled reply counts only if it names that number too: the SuperLink returns
+    A pulled reply counts only if it names that number, too, and is from the node that
+    was asked, or an error that the SuperLink reports for it: the SuperLink returns
     whatever else was sent to the server. A nonce in each request prevents clients from
-    guessing the numbers of others.
+    guessing the numbers of others: the SuperLink compares the node of a reply with that
+    of the request that it names, and not with the connection that it came by.
     """
 
     def __init__(self, grid: Grid):
         self._grid, self._pulls = grid, Background(_PATIENCE)
+        self._nodes: dict[str, int] = {}  # of messages without a reply yet
         self._flwr = needed("flwr.app", "flower", "Flower")
         self._link_errors = (OSError, needed("httpx", "flower", "Flower").HTTPError)
 
@@ -282,26 +288,29 @@ class _Messages:
             return None
         if reply.has_error():
             raise ClientFailed
-        return untrusted_replies.content_of(reply, "drjax", "group")
+        return untrusted_replies.content_of(reply, FIELDS, "group")
 
     def push(
-        self, content: dict[str, Any], node: int, kind: str, **records: Any
+        self, content: dict[str, Any], node: int, kind: str, **more: Any
     ) -> str | None:
         """Send a message to a node; return its number.
 
         It is None if the SuperLink does not take the message. `content` are its fields,
         text, numbers or bytes. `kind` is the function of the `ClientApp` that handles
-        it: `"query"` or `"train"`. `records` are further records of Flower's.
+        it: `"query"` or `"train"`. `more` are further records of Flower's.
         """
         # Flower's message id is a hash of the message: without a nonce, equal requests
         # would have equal ids, and clients could compute them.
         content = {"nonce": secrets.token_bytes(16), **content}
         # One message at a time: an error of one must not concern others.
         own = self._flwr.ConfigRecord(content)
-        record = self._flwr.RecordDict({"drjax": own, **records})
+        record = self._flwr.RecordDict({FIELDS: own, **more})
         message = self._flwr.Message(record, dst_node_id=node, message_type=kind)
         numbers = [*self._grid.push_messages([message])]
-        return numbers[0] if numbers else None
+        if not numbers or numbers[0] is None:
+            return None
+        self._nodes[numbers[0]] = node
+        return numbers[0]
 
     def pull(self, number: str) -> Message | None:
         """Return the reply to a message; None if there is none yet.
@@ -314,21 +323,32 @@ class _Messages:
         `BadReply`: the reply cannot be read. An `OSError` or `httpx.HTTPError` is
         passed on: the SuperLink cannot be reached.
         """
+        node = self._nodes[number]
+
+        def counts(reply: Message) -> bool:
+            about = reply.metadata
+            # The SuperLink reports in its own name that a node or a reply is gone.
+            link = reply.has_error() and about.src_node_id == about.dst_node_id
+            return about.reply_to_message_id == number and (
+                link or about.src_node_id == node
+            )
 
         def pull() -> Message | None:
-            messages = self._grid.pull_messages([number])
             # The SuperLink adds other messages to this server: only this reply counts.
-            answers = (x for x in messages if x.metadata.reply_to_message_id == number)
-            return next(answers, None)
+            return next(filter(counts, self._grid.pull_messages([number])), None)
 
         try:
-            return self._pulls.result(number, pull)
+            reply = self._pulls.result(number, pull)
         # The SuperLink is gone, which is no client's failure.
         except self._link_errors:
             raise
         except Exception as error:
+            del self._nodes[number]
             why = f"it cannot be read: {type(error).__name__}: {error}"
             raise BadReply(why) from error
+        if reply is not None:
+            del self._nodes[number]
+        return reply
 
     def forget(self, number: str) -> None:
         """Discard the request for a reply, if `pull` has left one in a thread.
@@ -337,6 +357,7 @@ class _Messages:
         result is dropped.
         """
         self._pulls.forget(number)
+        self._nodes.pop(number, None)
 
 
 @dataclass(frozen=True)
@@ -377,7 +398,7 @@ class Nodes(Keeping):
         self._queries = ClaimQueries(self._messages, clients, drop)
         self._replies: dict[_Sent, Any] = {}
         # Requests by handle, and the numbers of those that were sent again, with code.
-        self._requested: dict[_Sent, tuple[int, bytes]] = {}
+        self._requested: dict[_Sent, tuple[int, Any]] = {}
         self._again: dict[_Sent, str | None] = {}
 
     def check_mesh(self, axes: MeshAxes) -> None:
@@ -410,11 +431,8 @@ class Nodes(Keeping):
             sums = secure_sums.results(call, link, clients, partials, limit, self._code)
             yield from sums
             return
-        code = self._code.files[self._stage]
         number = next(self._runs)
-        self._requests = client_data.Requests(
-            call, code, self._scope, number, self.in_use
-        )
+        self._requests = client_data.Requests(call, self._scope, number, self.in_use)
         self._checks = partials, call.job.check_nans
         yield from pool_scheduler.results(self, call)
 
@@ -435,12 +453,17 @@ class Nodes(Keeping):
             refused = "; ".join(["", *self._clients.refused()])
             why = f"no client has the group within {self._start:g} s{refused}"
             return _Sent(None, group, why)
-        request = self._requests.to_bytes(task)
-        content = {"request": request, **self._code.fields(node, self._stage)}
-        number = self._messages.push(content, node, "train")
+        request = self._requests.request(task)
+        number = self._push(node, request)
         sent = _Sent(number, group, f"the SuperLink takes no message for node {node}")
         self._requested[sent] = node, request
         return sent
+
+    def _push(self, node: int, request: Any, again: bool = False) -> str | None:
+        """Send a request, with the code of its stage if the node lacks it."""
+        fields, arrays = request
+        code = self._code.fields(node, self._stage, again)
+        return self._messages.push(fields | code, node, "train", **arrays)
 
     def _pulled(self, sent: _Sent) -> Message | None:
         """Return the reply to a request, None if there is none yet.
@@ -455,10 +478,7 @@ class Nodes(Keeping):
         reply = self._messages.pull(number)
         if reply is None or sent in self._again or not code_of_stages.asks(reply):
             return reply
-        node, request = self._requested[sent]
-        code = self._code.fields(node, self._stage, again=True)
-        content = {"request": request, **code}
-        self._again[sent] = self._messages.push(content, node, "train")
+        self._again[sent] = self._push(*self._requested[sent], again=True)
         return None
 
     def wait(self, handles: Sequence[_Sent], timeout: float | None) -> Sequence[_Sent]:
@@ -492,8 +512,7 @@ class Nodes(Keeping):
             if reply.has_error():
                 why = f"{reply.error.reason} (code {reply.error.code})"
                 return untrusted_replies.failure(group, f"its client failed: {why}")
-            data = untrusted_replies.content_of(reply, "drjax", "done")
-            result = untrusted_replies.validate_reply(data, group, *self._checks)
+            result = untrusted_replies.validate_reply(reply, group, *self._checks)
             return replace(result, piece=self._requests.key)
         except BadReply as error:
             # The node, so that an operator can find the client.

@@ -13,8 +13,9 @@ calls are those of drjax's own list, whatever the request allows. A worker keeps
 slices of the keys that the latest request lists, and forgets others of that runner.
 """
 
+import functools
 import secrets
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +27,7 @@ from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._jaxprs.prng_keys import to_raw
 from drjax._plan.normal_form import rounds_of
 from drjax._plan_file import pytrees
-from drjax.engines.core import wire_format, worker
+from drjax.engines.core import worker
 from drjax.engines.core.job import Job
 from drjax.engines.core.messages import (
     Block,
@@ -37,6 +38,8 @@ from drjax.engines.core.messages import (
 )
 from drjax.engines.core.options import EngineOptions
 from drjax.engines.core.protocols import StageCall
+from drjax.engines.flower import records
+from drjax.engines.flower.records import ArrayRecord, Records, Request
 from drjax.engines.slices.groups import Lazy, as_array
 from drjax.engines.slices.kept import Keep
 from drjax.engines.slices.worker_slices import (
@@ -47,7 +50,7 @@ from drjax.engines.slices.worker_slices import (
 )
 from drjax.plan import Exchange, Plan, Program
 
-Store = MutableMapping[str, Any]  # of a worker: bytes by key
+Store = MutableMapping[str, ArrayRecord]  # of a worker: slices by key
 
 
 def refuse_other_partitions(plan: Plan) -> None:
@@ -128,13 +131,13 @@ def needed_keys(in_use: Iterable[WorkerSlices], group: int) -> list[str]:
 
 
 class Requests:
-    """Makes the requests, as bytes, to workers that have the groups' data themselves.
+    """Makes the requests to workers that have the groups' data themselves.
 
     In one run of a stage there is one request for each group, to its worker. Among the
     partitioned inputs of the call, each `Lazy` is data that the workers have, which
     must all be in one argument of the plan, and `WorkerSlices` are slices of earlier
     stages and calls that they have; arrays are slices that the server sends. The
-    workers get `code`, the file of the stage, apart from the requests.
+    workers get the code of the stage apart from the requests.
 
     Attributes:
       key: The key under which workers store the slices of this stage that are read
@@ -145,17 +148,14 @@ class Requests:
     def __init__(
         self,
         call: StageCall,
-        code: File,
         scope: str,
         number: int = 0,
         in_use: Iterable[WorkerSlices] = (),
     ):
         self._scope, self._in_use, self.key = scope, in_use, f"{scope}/{number}"
         self._initial, self._stays = call.initial, any(call.job.stay)
-        # A worker has one group, and the driver combines their partial reductions.
-        file = replace(code, data=b"")
-        job = replace(call.job, ops=(), size=1, stage=0, file=file)
-        self._job = np.frombuffer(job.to_bytes(), np.uint8)
+        # One record for all requests: Flower sends an array once that many have.
+        self._shared, job = records.to_record(call.job.shared), call.job
         lazy = [x for x in call.slices if isinstance(x, Lazy)]
         values, tree = [], None
         if lazy:
@@ -166,7 +166,11 @@ class Requests:
                 "The groups' own data can be one argument of the plan: put it into one "
                 "tuple."
             )
-        self._header = {
+        self._about = {
+            "where": job.location,
+            "check_nans": job.check_nans,
+            "drop": job.drop,
+            "x64": job.file.x64,
             "tree": tree,
             # Whether the plan has 64-bit values, so that clients need x64.
             "wide": bool(lazy) and lazy[0].source.wide,
@@ -178,17 +182,18 @@ class Requests:
             "types": [f"{v.dtype}{[*v.shape]}" for v in values],
         }
 
-    def to_bytes(self, task: Task) -> bytes:
+    def request(self, task: Task) -> tuple[dict[str, Any], Records]:
         """Make the request for the one group of a task's block, which is for `answer`.
 
-        It has the stage and its global inputs, the group index and the mask. For each
-        partitioned input it has the slice, if the driver has it as an array; else which
-        leaf of the worker's own data it is, or under which key the worker has stored
-        it. It also has the planned structure and types of that data, and the keys under
-        which the worker must keep slices and is to store new ones.
+        It has the stage's global inputs and the group index. For each partitioned input
+        it has the slice, if the driver has it as an array; else which leaf of the
+        worker's own data it is, or under which key the worker has stored it. It also
+        has the planned structure and types of that data, and the keys under which the
+        worker must keep slices and is to store new ones. The result is fields of a
+        message, and its further records.
         """
         block, slices, stored = task.block, [], []
-        for origin, x in zip(self._header["slices"], block.slices, strict=True):
+        for origin, x in zip(self._about["slices"], block.slices, strict=True):
             stored.append(None)
             if isinstance(x, Pieces):
                 piece, leaf = x.pieces[x.piece[0]]
@@ -199,49 +204,49 @@ class Requests:
                     slices.append(x.assemble(lambda arrays: arrays))
             elif origin is None:  # the worker has the others
                 slices.append(x)
+        group = int(block.groups[0])
         begins = any(x is not None and x[0] == INITIAL for x in stored)
-        header = self._header | {
+        about = self._about | {
+            "group": group,
             "stored": stored,
             "initial": self._initial if begins else None,
             "scope": self._scope,
-            "needed": needed_keys(self._in_use, int(block.groups[0])),
+            "needed": needed_keys(self._in_use, group),
             "key": self.key if self._stays else None,
         }
-        return wire_format.to_bytes(
-            header, [self._job, block.groups, block.valid, *slices]
-        )
+        return records.of_request(about, self._shared, slices)
 
 
 def answer(
-    request: bytes,
+    request: Request,
     load: Callable[[], Any],
+    code: tuple[str, bytes],
     store: Store | None = None,
     initial: Callable[[], Any] | None = None,
-    code: bytes | None = None,
-) -> bytes:
+) -> BlockResult:
     """Run the stage of a request on the worker's own data, for one group.
 
     `load` returns the group's slice of the argument that the workers have, a pytree of
     arrays. If it raises, or the data does not fit the plan, the group has failed. It is
-    not called if the stage needs none of this data. `store` has the worker's slices of
-    earlier stages and calls, bytes by key; it is changed: new slices are added, and
-    those that the server does not need any more are deleted. None: the worker has no
-    earlier slices, and new ones are discarded. `initial` returns, before the first
-    call, the group's slice of the kept arguments (those that are results of the call
-    before); of several, a tuple. None: zeros. `code` is the plan file of the stage, of
-    the hash that the request names; None: it is in the request.
+    not called if the stage needs none of this data. `code` is the hash and the plan
+    file of the stage. `store` has the worker's slices of earlier stages and calls, by
+    key; it is changed: new slices are added, and those that the server does not need
+    any more are deleted. None: the worker has no earlier slices, and new ones are
+    discarded. `initial` returns, before the first call, the group's slice of the kept
+    arguments (those that are results of the call before); of several, a tuple. None:
+    zeros.
 
-    The result is bytes of `wire_format.result_to_bytes`: the group's partial
-    reductions, or the reason why the group failed. A `RuntimeError` is raised if the
-    stage failed, and no single group causes it; a `ValueError` if the stage would
-    return slices of the group, or has a secure sum.
+    The result has the group's partial reductions, or the reason why the group failed,
+    and no slices. A `RuntimeError` is raised if the stage failed, and no single group
+    causes it; a `ValueError` if the stage would return slices of the group, or has a
+    secure sum.
     """
     store = {} if store is None else store
-    block, done, (demands, _) = _run(request, load, store, initial, code)
+    done, (demands, _) = _run(request, load, code, store, initial)
     # The server asks for such sums by another protocol; the client does not rely on it.
     if any(demands):
         raise ValueError("The stage has a secure sum, which is to be masked.")
-    return wire_format.result_to_bytes(block, done)
+    return done
 
 
 @dataclass(frozen=True)
@@ -249,7 +254,6 @@ class SecureAnswer:
     """What a stage with secure sums returns for one group.
 
     Attributes:
-      block: The group, with the mask that says whether it has failed.
       result: Without the secure sums.
       slices: The group's slices of the secure sums, in order: to be masked.
       min_groups: The least number of groups that must be summed before a sum is
@@ -258,7 +262,6 @@ class SecureAnswer:
         None: the engine's.
     """
 
-    block: Block
     result: BlockResult
     slices: list[np.ndarray]
     min_groups: int
@@ -266,7 +269,7 @@ class SecureAnswer:
 
 
 def answer_secure(
-    request: bytes, load: Callable[[], Any], code: bytes | None = None
+    request: Request, load: Callable[[], Any], code: tuple[str, bytes]
 ) -> SecureAnswer:
     """Run a stage with secure sums on the worker's own data, for one group.
 
@@ -274,82 +277,82 @@ def answer_secure(
     `slices`, what is summed securely, are not masked yet: the caller must mask them
     before they leave the process.
     """
-    block, done, (demands, bounds) = _run(request, load, {}, None, code)
+    done, (demands, bounds) = _run(request, load, code, {}, None)
     pairs = [*zip(done.partials, demands, strict=True)] if done.partials else []
     plain = [x for x, secure in pairs if not secure]
     slices = [np.asarray(x) for x, secure in pairs if secure]
-    result = replace(done, partials=plain)
-    return SecureAnswer(block, result, slices, max(demands), bounds)
+    return SecureAnswer(replace(done, partials=plain), slices, max(demands), bounds)
 
 
 def _run(
-    request: bytes,
+    request: Request,
     load: Callable[[], Any],
+    code: tuple[str, bytes],
     store: Store,
     initial: Callable[[], Any] | None,
-    code: bytes | None = None,
-) -> tuple[Block, BlockResult, tuple[list[int], list[float | None]]]:
+) -> tuple[BlockResult, tuple[list[int], list[float | None]]]:
     """Run the stage of a request: the common part of `answer` and `answer_secure`.
 
-    The result is `(block, result, demands)`: the block of the group; its result,
-    without slices; and a pair of lists: for each of the stage's partial reductions the
-    `Reduce.secure`, the least number of groups to sum, 0 if it is not secure; and for
-    each secure one its `Reduce.bound`. If the group failed, the block masks it, and the
-    result has only the reason.
+    The result is `(result, demands)`: that of the group, without slices; and a pair of
+    lists: for each of the stage's partial reductions the `Reduce.secure`, the least
+    number of groups to sum, 0 if it is not secure; and for each secure one its
+    `Reduce.bound`. If the group failed, the result has only the reason.
 
     New slices are added to the store; those of the request's runner are deleted if the
     request does not list their keys as needed.
     """
-    header, (job_bytes, groups, valid, *slices) = wire_format.from_bytes(request)
-    block, failed = Block(groups, valid, slices), {}
+    about, (key, data) = request.about, code
+    block = Block(np.array([about["group"]], np.int32), np.ones(1, bool), [])
+    failed = {}
     try:
-        block = replace(block, slices=_slices(header, slices, load, store, initial))
+        block = replace(block, slices=_slices(request, load, store, initial))
     # Loading is user code: its failure is the group's, and the server gets the text.
     except Exception as error:
-        failed = {int(groups[0]): f"{type(error).__name__}: {error}"}
-        block = block.without(valid)
-    job = Job.from_bytes(job_bytes.tobytes())
-    # The server does not decide what code a client's process may call.
-    data = job.file.data if code is None else code
-    job = replace(job, file=replace(job.file, data=data, custom_calls=()))
+        failed = {about["group"]: f"{type(error).__name__}: {error}"}
+        block = block.without_failed(failed)
+    # A worker has one group, and the driver combines their partial reductions. The
+    # server does not decide what other code a client's process may call.
+    file = File(data, key, about["x64"], custom_calls=())
+    policy = about["check_nans"], about["drop"]
+    job = Job(file, 0, about["where"], (), 1, *policy, request.shared)
     # With the group masked out it does not run, and only the failure is answered.
     done = job.run(block, failed)
     # The server refuses such plans as well; the client does not rely on that.
-    if done.slices and header["key"] is None:
+    if done.slices and about["key"] is None:
         raise ValueError(
             "The stage would return a group's own slices, which stay with their client."
         )
-    for key in [*store]:
-        if key.startswith(f"{header['scope']}/") and key not in header["needed"]:
-            del store[key]
+    for old in [*store]:
+        if old.startswith(f"{about['scope']}/") and old not in about["needed"]:
+            del store[old]
     if done.slices:
-        store[header["key"]] = wire_format.to_bytes({}, done.slices)
-    about = worker.demands(job.file, job.stage), worker.bounds(job.file, job.stage)
-    return block, replace(done, slices=[]), about
+        store[about["key"]] = records.to_record(done.slices)
+    demands = worker.demands(job.file, job.stage), worker.bounds(job.file, job.stage)
+    return replace(done, slices=[]), demands
 
 
 def _slices(
-    header: dict[str, Any],
-    sent: list[np.ndarray],
+    request: Request,
     load: Callable[[], Any],
     store: Store,
     initial: Callable[[], Any] | None,
 ) -> list[np.ndarray]:
     """Return the group's slices, `[1, ...]`, of a stage's partitioned inputs in order.
 
-    Each is one of those `sent` with the request, a leaf of the group's own data, an
-    initial slice of a kept argument, or in the store, as the header of the request
-    says. It is a `ValueError` if the data does not fit the plan, or slices are not in
-    the store.
+    Each is one that was sent with the request, a leaf of the group's own data, an
+    initial slice of a kept argument, or in the store, as the request says. It is a
+    `ValueError` if the data does not fit the plan, or slices are not in the store.
     """
+    about = request.about
     # A stage may need none of the client's data: then it is not even loaded.
-    own = _checked_leaves(load(), header) if header["tree"] is not None else []
-    begin, first = header["initial"], []
+    own = _checked_leaves(load(), about) if about["tree"] is not None else []
+    begin, first = about["initial"], []
     if begin is not None:
         first = [np.zeros(shape, dtype) for dtype, shape in begin["raw"]]
         first = first if initial is None else _checked_leaves(initial(), begin)
-    slices, rest = [], iter(sent)
-    for origin, stored in zip(header["slices"], header["stored"], strict=True):
+    slices, rest = [], iter(request.slices)
+    earlier = functools.cache(lambda key: records.from_record(store[key]))
+    for origin, stored in zip(about["slices"], about["stored"], strict=True):
         if stored is None and origin is None:
             slices.append(next(rest))
         elif stored is None:
@@ -357,8 +360,7 @@ def _slices(
         elif stored[0] == INITIAL:
             slices.append(first[stored[1]][None])
         elif stored[0] in store:
-            arrays = wire_format.from_bytes(bytes(store[stored[0]]))[1]
-            slices.append(arrays[stored[1]])
+            slices.append(earlier(stored[0])[stored[1]])
         else:
             raise ValueError(
                 "its client does not have the slices that an earlier call left with "
@@ -368,23 +370,23 @@ def _slices(
     return slices
 
 
-def _checked_leaves(data: PyTree, header: dict[str, Any]) -> list[np.ndarray]:
+def _checked_leaves(data: PyTree, about: Mapping[str, Any]) -> list[np.ndarray]:
     """Check that a group's data has the planned structure and types; return its leaves.
 
-    These are numpy arrays, random keys as raw data. The fields of the header are
+    These are numpy arrays, random keys as raw data. The fields of `about` are
     `tree`, the planned structure; `types` and `names`, a text for each leaf; and
     `wide`, whether the plan has 64-bit values. A `ValueError` is raised if the data has
     others.
     """
     leaves, tree = jax.tree.flatten(data)
-    if text := pytrees.mismatch(tree, header["tree"]):
+    if text := pytrees.mismatch(tree, about["tree"]):
         raise ValueError(text)
     # The plan's precision, not that of the client's process, decides dtypes.
-    with jax.enable_x64(header["wide"]):
+    with jax.enable_x64(about["wide"]):
         arrays = [as_array(x) for x in leaves]
         types = [f"{x.dtype}{[*x.shape]}" for x in arrays]
-        if types != header["types"]:
-            pairs = zip(header["names"], header["types"], strict=True)
+        if types != about["types"]:
+            pairs = zip(about["names"], about["types"], strict=True)
             planned = ", ".join(f"{name} {kind}" for name, kind in pairs)
             raise ValueError(
                 f"its data is {', '.join(types)}, but the plan is for {planned}"

@@ -23,6 +23,7 @@ from drjax._plan_file.load import plan_from_bytes
 from drjax.engines.core.executable_plan import ExecutablePlan
 from drjax.engines.core.messages import File
 from drjax.engines.flower import untrusted_replies
+from drjax.engines.flower.records import FIELDS
 from drjax.engines.flower.untrusted_replies import BadReply, Message
 from drjax.plan import Plan
 
@@ -99,7 +100,7 @@ def asks(reply: Message) -> bool:
     """Return whether a reply, of any content, asks for the code of its request."""
     try:
         return not reply.has_error() and (
-            untrusted_replies.content_of(reply, "drjax", _NEEDS) is True
+            untrusted_replies.content_of(reply, FIELDS, _NEEDS) is True
         )
     except BadReply:
         return False
@@ -112,8 +113,8 @@ def received(
     fields: Mapping[str, Any],
     store: MutableMapping[str, Any],
     allowed: Collection[str] | None,
-) -> bytes | None:
-    """Return the code of a request's stage, at a client; None if it must ask for it.
+) -> tuple[str, bytes] | None:
+    """Return a stage's hash and code, at a client; None if it must ask for the code.
 
     `fields` are those of the request. `store` has the code that the client was sent, by
     hash: new code is added, and that of other plans deleted. `allowed` are the hashes
@@ -134,4 +135,4 @@ def received(
         if hashlib.sha256(code).hexdigest() != key:
             raise ValueError(f"the code that was sent is not that of the stage {key}")
         store[key] = code
-    return bytes(store[key]) if key in store else None
+    return (key, bytes(store[key])) if key in store else None

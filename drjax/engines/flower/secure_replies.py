@@ -7,13 +7,13 @@ Invariants: nothing in a reply decides how much memory is taken. Sharp edges: sh
 masked values are not judged, as any bytes or integers may be right.
 """
 
-import io
 from typing import Any
 
 import numpy as np
 
 from drjax._extras import needed
 from drjax.engines.flower import untrusted_replies
+from drjax.engines.flower.records import npy_header
 from drjax.engines.flower.untrusted_replies import BadReply, Message
 
 _LONGEST = 4096  # bytes of a key, or of an encrypted share
@@ -89,12 +89,8 @@ def _short_bytes(name: str, x: object, count: int) -> list[bytes]:
 
 def _check_array(data: object, length: int) -> None:
     """Raise `BadReply` unless `data` is an int64 array `[length]` as a `.npy` file."""
-    header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(
-        header, {"descr": "<i8", "fortran_order": False, "shape": (length,)}
-    )
     # Compared as bytes, never parsed: a header decides what memory is taken.
-    expected = header.getvalue()
+    expected = npy_header(np.dtype(np.int64), (length,))
     if type(data) is not bytes or not data.startswith(expected):
         raise BadReply(f"its masked value is no array of {length} integers")
     if len(data) != len(expected) + 8 * length:

@@ -33,18 +33,19 @@ import numpy as np
 from drjax._errors import DrjaxValueError, EngineError
 from drjax._extras import needed
 from drjax._plan.normal_form import rounds_of
-from drjax.engines.core import wire_format
 from drjax.engines.core.blocks_of_groups import blocks_of_groups
 from drjax.engines.core.messages import Block, BlockResult
 from drjax.engines.core.protocols import Results, StageCall
 from drjax.engines.flower import (
     client_data,
+    records,
     secure_masks,
     secure_replies,
     untrusted_replies,
 )
 from drjax.engines.flower.assignment import Assignment
 from drjax.engines.flower.code_of_stages import SentCode, asks
+from drjax.engines.flower.records import Request
 from drjax.engines.flower.untrusted_replies import BadReply, Context, Message, Partial
 from drjax.plan import Exchange, Plan
 
@@ -130,15 +131,15 @@ def answer(
     message: Message,
     context: Context,
     load: Callable[[], Any],
-    code: bytes | None = None,
+    code: tuple[str, bytes] | None = None,
     min_groups: int = 0,
 ) -> Any:
     """Answer a message of the SecAgg protocol of secure sums, at a client.
 
     Flower's `context` keeps the client's secrets between messages. `load` returns the
-    group's own data, a pytree of arrays. `code` is the plan file of the stage, with the
-    message that has the request. `min_groups` is the least number of groups that the
-    client's owner demands; 0: that of the plan.
+    group's own data, a pytree of arrays. `code` is the plan file of the stage and its
+    hash, with the message that has the request. `min_groups` is the least number of
+    groups that the client's owner demands; 0: that of the plan.
 
     The result is the reply, a Flower message. A `ValueError` is raised if the server
     demands too few groups, its messages are out of order, or another client sent a
@@ -148,7 +149,13 @@ def answer(
     key = secure_replies.constants()
     fields = message.content.config_records[secure_replies.configs_key()]
     stage = fields.get(key.Key.STAGE)
-    run = lambda m, c: _run_to_be_masked(m, c, load, code, min_groups)
+    plain: list[BlockResult] = []
+
+    def run(message: Message, context: Context) -> Message:
+        content, result = _run_to_be_masked(message, context, load, code, min_groups)
+        plain.append(result)
+        return flwr.Message(content, reply_to=message)
+
     over = True  # but for a reply after which the protocol goes on
     try:
         if stage == key.Stage.UNMASK:
@@ -157,10 +164,14 @@ def answer(
             _check_shares(fields, context)
         reply = secure_masks.client_mod()(message, context, run)
         over = stage == key.Stage.UNMASK
+        # Now, as Flower empties the records of what is not masked yet.
+        for result in plain:
+            _add_result(reply.content, result)
         return reply
     except _Failed as failed:
-        record = flwr.ConfigRecord({"done": failed.done})
-        return flwr.Message(flwr.RecordDict({"drjax": record}), reply_to=message)
+        content = flwr.RecordDict()
+        _add_result(content, failed.result)
+        return flwr.Message(content, reply_to=message)
     finally:
         if over:
             forget(context)
@@ -203,38 +214,45 @@ def _check_shares(fields: Mapping[str, Any], context: Context) -> None:
 
 
 class _Failed(Exception):
-    """Raised if a client's group failed, so that nothing of it is masked.
+    """Raised if a client's group failed, so that nothing of it is masked."""
 
-    `done` is the reply with the reason, as bytes of `wire_format.result_to_bytes`.
-    """
+    def __init__(self, result: BlockResult):
+        self.result = result
 
-    def __init__(self, done: bytes):
-        self.done = done
+
+def _add_result(content: Any, result: BlockResult) -> None:
+    """Add the result of a group, but for secure sums, to the records of a reply."""
+    flwr = needed("flwr.app", "flower", "Flower")
+    fields, arrays = records.of_result(result)
+    content[records.FIELDS] = flwr.ConfigRecord(fields)
+    for name, record in arrays.items():
+        content[name] = record
 
 
 def _run_to_be_masked(
     message: Message,
     context: Context,
     load: Callable[[], Any],
-    code: bytes | None,
+    code: tuple[str, bytes] | None,
     min_groups: int,
-) -> Any:
+) -> tuple[Any, BlockResult]:
     """Run the stage for the client's group; Flower's `secaggplus_mod` masks the result.
 
     `message` is the third one of the protocol, with the request. The context has what
     the server has set up. The other arguments are those of `answer`.
 
-    The result is a Flower message with the slices of secure sums as one vector, which
+    The result is Flower's records with the slices of secure sums as one vector, which
     the mod masks, and the other partial reductions. `_Failed` is raised if the group
     failed, or a number is out of range; a `ValueError` if the server would reveal a sum
     of fewer groups than the plan or the owner demands, or if the owner demands secure
     sums, and the stage has others.
     """
-    flwr = needed("flwr.app", "flower", "Flower")
     common = needed("flwr.common", "flower", "Flower")
     compat = needed("flwr.compat.common.recorddict_compat", "flower", "Flower")
     set_up = context.state.config_records[secure_replies.constants().RECORD_KEY_STATE]
-    request = message.content["drjax"]["request"]
+    if code is None:
+        raise ValueError("the server asks for masked values of no stage")
+    request = Request.received(message.content)
     secure = client_data.answer_secure(request, load, code)
     if set_up["threshold"] < secure.min_groups:
         # The server sets the protocol up; the demand of the plan is the client's.
@@ -249,7 +267,7 @@ def _run_to_be_masked(
             f"{len(secure.result.partials)} numbers or arrays in plain"
         )
     if secure.result.failed:
-        raise _Failed(wire_format.result_to_bytes(secure.block, secure.result))
+        raise _Failed(secure.result)
     vector, limit = [], set_up["clipping_range"]
     for x, bound in zip(secure.slices, secure.bounds, strict=True):
         own, numbers = _limit(bound or limit), np.ravel(x).astype(np.float64)
@@ -262,11 +280,9 @@ def _run_to_be_masked(
             f"a number of its secure sum is not in the range of {own:g}, or no number: "
         )
         why += "give the sum a larger bound=, or the engine a larger secure_range"
-        failed = {int(secure.block.groups[0]): why}
+        failed = {request.about["group"]: why}
         result = BlockResult([], [], failed, secure.result.pid, secure.result.seconds)
-        raise _Failed(
-            wire_format.result_to_bytes(secure.block.without_failed(failed), result)
-        )
+        raise _Failed(result)
     content = compat.fitres_to_recorddict(
         common.FitRes(
             common.Status(common.Code.OK, ""),
@@ -276,9 +292,7 @@ def _run_to_be_masked(
         ),
         False,
     )
-    done = wire_format.result_to_bytes(secure.block, secure.result)
-    content["drjax"] = flwr.ConfigRecord({"done": done})
-    return flwr.Message(content, reply_to=message)
+    return content, secure.result
 
 
 # ---------------------------------------------------------------------------------
@@ -316,12 +330,12 @@ class _Client:
 
     Attributes:
       block: The block of its group alone.
-      request: The request to run the stage, for `client_data.answer_secure`.
+      request: The request to run the stage: fields of a message, and more records.
     """
 
     group: int
     block: Block
-    request: bytes
+    request: tuple[dict[str, Any], records.Records]
 
 
 def results(
@@ -345,12 +359,11 @@ def results(
     reveal the sums.
     """
     clients = {}
-    own = code.files[call.job.stage], client_data.new_scope()
-    requests = client_data.Requests(call, *own)
+    requests = client_data.Requests(call, client_data.new_scope())
     for block, failed in blocks_of_groups(call.slices, call.alive, 1):
         group = int(block.groups[0])
         if block.valid.any() and (node := nodes[group]) is not None:
-            request = requests.to_bytes(call.job.task(block))
+            request = requests.request(call.job.task(block))
             clients[node] = _Client(group, block, request)
         elif call.alive[group]:
             why = failed.get(group, "no client has the group")
@@ -602,18 +615,17 @@ class _Aggregation:
             self.lost[node] = f"its client took longer than {timeout} s"
         return replies
 
-    def _push(
-        self, node: int, records: dict[str, Any], code: bool = False
-    ) -> str | None:
+    def _push(self, node: int, own: dict[str, Any], code: bool = False) -> str | None:
         """Send a message of the exchange; `code`: with the code of the stage again.
 
         Return its number; None if it cannot be sent, so that the node is lost.
         """
-        content = {}
+        content: dict[str, Any] = {}
         if self._now == "collect_masked_vectors_stage":
-            content["request"] = self._clients[node].request
-            content |= self._code.fields(node, self._call.job.stage, again=code)
-        number = self._link.push(content, node, "train", **records)
+            fields, arrays = self._clients[node].request
+            own = own | arrays
+            content = fields | self._code.fields(node, self._call.job.stage, again=code)
+        number = self._link.push(content, node, "train", **own)
         if number is None:
             self.lost[node] = f"the SuperLink takes no message for node {node}"
         return number
@@ -657,8 +669,7 @@ class _Aggregation:
         group = self._clients[node].group
         plain = [p for p in self._partials if not p.secure]
         nans = self._call.job.check_nans
-        data = untrusted_replies.content_of(reply, "drjax", "done")
-        result = untrusted_replies.validate_reply(data, group, plain, nans)
+        result = untrusted_replies.validate_reply(reply, group, plain, nans)
         if result.failed:
             raise BadReply(result.failed[group])
         return result

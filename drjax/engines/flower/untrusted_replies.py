@@ -1,23 +1,22 @@
 """Replies of workers that are not trusted, validated against the plan.
 
-Input: what a worker sent for one group, of any type and content. Output: a
-`BlockResult` of exactly the planned partial reductions, or one in which this group
-alone has failed.
+Input: the reply of a worker for one group, of any content. Output: a `BlockResult` of
+exactly the planned partial reductions, or one in which this group alone has failed.
 
-Invariants: nothing in a reply decides how much memory is taken, which group it is for,
-or the result of another group: all of that is known from the plan and the request.
-Every check comes before what it protects.
+Invariants: nothing in a reply decides how much memory is taken here, which group it is
+for, or the result of another group: all of that is known from the plan and from the
+node that was asked. Every check comes before what it protects.
 
-Sharp edges: the numbers themselves are not judged. A client can send any value of the
-planned dtype; with `check_nans` NaN and infinities are refused.
+Sharp edges: Flower puts a reply together before it is checked here. The numbers
+themselves are not judged: a client can send any value of the planned dtype; with
+`check_nans` NaN and infinities are refused.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -30,13 +29,20 @@ from drjax._primitives.reduce_ops import REDUCE_OPS
 from drjax.engines.core.combine import FOLD
 from drjax.engines.core.encoded_partials import EncodedPartial, decoded, wire_of
 from drjax.engines.core.messages import BlockResult, File
+from drjax.engines.flower.records import (
+    ARRAYS,
+    FIELDS,
+    FORMAT,
+    bits_of,
+    npy_header,
+)
 from drjax.plan import Reduce, Wire
 
 # Of Flower, which users may lack: a message, and the state that a node keeps.
 Message: TypeAlias = Any
 Context: TypeAlias = Any
 
-_HEADER, _TEXT = 2**20, 2000  # the longest header in bytes, and text in characters
+_TEXT = 2000  # characters of the longest text
 
 
 class BadReply(Exception):
@@ -48,8 +54,7 @@ class Partial:
     """An array that the reply for one group must hold, mostly a partial reduction.
 
     Attributes:
-      op: The reduction, or `FOLD`. Empty for the two arrays that are no partial
-        reductions: the group index and the mask.
+      op: The reduction, or `FOLD`.
       name: What errors call the array: of a partial reduction the name of the
         partitioned value that is reduced.
       secure: Of a secure sum the least number of groups to sum; 0 if it is none.
@@ -72,12 +77,15 @@ class Partial:
         """The size of the array in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def called(self) -> str:
+        """What errors call the array, with its reduction."""
+        return f"the {self.op} of {self.name}" if self.op else self.name
+
     def __str__(self) -> str:
         return f"{self.dtype}{[*self.shape]}"
 
 
-_GROUP = Partial("", "its group", (1,), np.dtype(np.int32))
-_VALID = Partial("", "its mask", (1,), np.dtype(bool))
 _PLACE = Partial(FOLD, "its place in a fold", (1,), np.dtype(np.int32))
 
 
@@ -139,172 +147,105 @@ def failure(group: int, why: str) -> BlockResult:
 
 
 def validate_reply(
-    data: Any, group: int, partials: Sequence[Partial], check_nans: bool
+    reply: Message, group: int, partials: Sequence[Partial], check_nans: bool
 ) -> BlockResult:
     """Check the reply of an untrusted worker for one group, and parse it.
 
-    `data` is of any type; an honest worker sends the bytes of
-    `wire_format.result_to_bytes`. `group` is the one that the worker was asked for. If
-    `check_nans` is true, a reply with a NaN is refused, or one with an infinity that is
-    not the identity of its reduction.
+    `reply` has any content; that of an honest worker is of `records.of_result`. `group`
+    is the one that the worker was asked for; no reply says which. If `check_nans` is
+    true, a reply with a NaN is refused, or one with an infinity that is not the
+    identity of its reduction.
 
     The result has the group's partial reductions, as planned, and no slices; or only
     the reason, if the worker reports that the group has failed. A `BadReply` is raised
-    if the reply does not fit the plan or the request.
+    if the reply does not fit the plan.
     """
-    try:
-        return _validated(data, group, partials, check_nans)
-    # JSON that is nested deeply enough ends Python's parser, not this process.
-    except RecursionError:
-        raise BadReply("its header is nested too deeply") from None
-
-
-def _validated(
-    data: Any, group: int, partials: Sequence[Partial], check_nans: bool
-) -> BlockResult:
-    """Check and parse a reply as `validate_reply`, but let `RecursionError` through."""
-    record, kinds, offset = _header(data)
-    why, pid, seconds = _parse_record(record, group, len(partials))
-    # A group that failed sends no values.
-    expected = [_GROUP, _VALID, *(partials if why is None else ())]
-    # Shapes of the plan, never those of the reply, decide what is allocated below.
-    _check_kinds(kinds, expected, len(data) - offset)
-    arrays = []
-    for partial in expected:
-        count = math.prod(partial.shape)
-        array = np.frombuffer(data, partial.dtype, count, offset) if count else []
-        arrays.append(np.asarray(array, partial.dtype).reshape(partial.shape))
-        offset += partial.nbytes
-        # numpy defines True and False as the bytes 1 and 0 alone.
-        if partial.dtype == bool and (arrays[-1].view(np.uint8) > 1).any():
-            raise BadReply(f"{partial.name} has bytes that are neither true nor false")
-    (reply_group,), (valid,) = arrays[:2]
-    if reply_group != group:
-        raise BadReply(f"it is for group {reply_group}, but group {group} was asked")
+    why, pid, seconds = _parse_fields(_record(reply, FIELDS))
     if why is not None:
+        if ARRAYS in reply.content:
+            raise BadReply("it has values of a group that failed")
         return BlockResult([], [], {group: readable(why)}, pid, seconds)
-    if not valid:
-        raise BadReply("it masks its group out without saying why")
-    if _PLACE in expected and arrays[expected.index(_PLACE)] != group:
+    arrays = _arrays(_record(reply, ARRAYS), partials)
+    if _PLACE in partials and arrays[partials.index(_PLACE)] != group:
         raise BadReply("it has the place of another group in a fold")
     results = [
         decoded(EncodedPartial(x, *partial.encoded)) if partial.encoded else x
-        for partial, x in zip(partials, arrays[2:], strict=True)
+        for partial, x in zip(partials, arrays, strict=True)
     ]
     if check_nans:
         _check_finite(partials, results)
     return BlockResult(results, [], {}, pid, seconds)
 
 
-def _header(data: object) -> tuple[Any, Any, int]:
-    """Parse the header of a reply into `(record, kinds, offset)`.
-
-    The record says whether the group failed, and the kinds are the dtypes and shapes of
-    the arrays; both are JSON data that is not checked yet. The offset is the position
-    of the first array in `data`, in bytes. A `BadReply` is raised if the reply is not
-    of type bytes, or has no such header; a `RecursionError` if it is nested too deeply.
-    """
-    # `type` and not isinstance: a subclass may override anything.
-    if type(data) is not bytes:
-        raise BadReply(f"it is of type {type(data).__name__}, not bytes")
-    size = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or size > len(data) - 8:
-        raise BadReply(f"it ends within its header, after {len(data)} bytes")
-    # Before it is parsed: JSON as Python objects takes many times its bytes.
-    if size > _HEADER:
-        raise BadReply(f"its header has {size} bytes, more than {_HEADER}")
+def _record(reply: Message, name: str) -> dict[Any, Any]:
+    """Return a record of a client's reply as a dict; `BadReply` if it has none."""
     try:
-        header = json.loads(
-            data[8 : 8 + size].decode(),
-            object_pairs_hook=_unique,
-            parse_constant=_no_constant,
-        )
-    except ValueError as error:
-        raise BadReply(f"its header is no JSON: {error}") from None
-    record, arrays = _fields(header, "its header", "about", "arrays")
-    return record, arrays, 8 + size
+        # The client chooses what a reply has: any access to its content may raise.
+        return dict(reply.content[name])
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        raise BadReply(f"it has no record {name!r}: {text}") from None
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a dict of a JSON object, or raise `ValueError` if a name occurs twice."""
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        raise ValueError("a name is there twice")
-    return fields
+def _parse_fields(fields: dict[Any, Any]) -> tuple[str | None, int, float]:
+    """Check the fields of a reply; return `(why, pid, seconds)` of them.
 
-
-def _no_constant(text: str) -> NoReturn:
-    """Raise a `ValueError` for `NaN` or an infinity, which JSON does not have."""
-    raise ValueError(f"{text} is no number")
-
-
-def _fields(x: object, what: str, *names: str) -> list[Any]:
-    """Return the values of a JSON object with exactly these `names`, in their order.
-
-    Else a `BadReply` is raised, in which `what` names the object.
+    The id of the worker's process and how long it took are expected, and `failed`, the
+    reason, if the group has failed; else `why` is None. A `BadReply` is raised for
+    anything else.
     """
     # Unknown names are refused, so that a reply has one meaning.
-    if type(x) is not dict or set(x) != {*names}:
-        content = ", ".join(map(repr, x)) if type(x) is dict else type(x).__name__
-        raise BadReply(f"{what} must have {', '.join(names)}, but has {content}")
-    return [x[name] for name in names]
-
-
-def _parse_record(
-    record: object, group: int, partials: int
-) -> tuple[str | None, int, float]:
-    """Check the record in the header of a reply; return `(why, pid, seconds)` of it.
-
-    An object with the names `failed`, `pid`, `seconds` and `partials` is expected: the
-    reason by group, the id of the worker's process, how long it took, and the number of
-    planned partial reductions, or 0 if the group has failed. No group but the one that
-    the worker was asked for may be in `failed`; `why` is None if it is not. A
-    `BadReply` is raised for anything else.
-    """
-    failures, pid, seconds, count = _fields(
-        record, "its record", "failed", "pid", "seconds", "partials"
-    )
-    # A client must not drop another client's group.
-    if type(failures) is not dict or set(failures) - {str(group)}:
-        names = [*failures] if type(failures) is dict else failures
-        raise BadReply(
-            f"it reports failures of {names!r}, but only group {group} was asked"
-        )
-    why = failures.get(str(group))
-    if failures and type(why) is not str:
+    if not {"pid", "seconds"} <= {*fields} <= {"pid", "seconds", "failed"}:
+        names = ", ".join(map(repr, fields))
+        raise BadReply(f"it must have pid and seconds, or failed, but has {names}")
+    pid, seconds, why = fields["pid"], fields["seconds"], fields.get("failed")
+    if "failed" in fields and type(why) is not str:
         raise BadReply(f"its failure is {why!r}, which is no text")
     if type(pid) is not int or not 0 <= pid < 2**32:
         raise BadReply(f"its process is {pid!r}, which is no process number")
     if type(seconds) not in (int, float) or not 0 <= seconds < 2**32:
         raise BadReply(f"it took {seconds!r} seconds, which is no time")
-    expected = partials if why is None else 0
-    if type(count) is not int or count != expected:
-        raise BadReply(
-            f"it has {count!r} partial results, but the plan is for {expected}"
-        )
     return why, pid, float(seconds)
 
 
-def _check_kinds(kinds: object, expected: Sequence[Partial], nbytes: int) -> None:
-    """Raise a `BadReply` if the arrays of a reply are others than the planned ones.
+def _arrays(record: dict[Any, Any], partials: Sequence[Partial]) -> list[np.ndarray]:
+    """Check and read the arrays of a reply, which are the planned ones, in order.
 
-    A list of `[dtype, shape]` of each is expected, and as many bytes after the header,
-    `nbytes`, as they need.
+    The names of the record are their positions. A `BadReply` is raised for others.
     """
-    if type(kinds) is not list or len(kinds) != len(expected):
-        count = len(kinds) if type(kinds) is list else repr(kinds)
-        raise BadReply(f"it has {count} arrays, but the plan is for {len(expected)}")
-    for kind, partial in zip(kinds, expected, strict=True):
+    if len(record) != len(partials):
+        raise BadReply(
+            f"it has {len(record)} arrays, but the plan is for {len(partials)}"
+        )
+    arrays = []
+    for (name, x), (i, partial) in zip(
+        record.items(), enumerate(partials), strict=True
+    ):
+        if name != str(i):
+            raise BadReply(f"array {i} has the name {name!r}")
+        try:
+            kind, shape, stype, data = x.dtype, x.shape, x.stype, x.data
+        except AttributeError:
+            raise BadReply(f"{partial.called} is no array") from None
         # Compared as text, never parsed: `np.dtype` also accepts types of objects.
-        if kind != [str(partial.dtype), [*partial.shape]]:
-            text = repr(kind)
-            if type(kind) is list and len(kind) == 2:
-                text = f"{kind[0]}{kind[1]}"
-            name = f"the {partial.op} of {partial.name}" if partial.op else partial.name
-            raise BadReply(f"{name} is {text}, but the plan is for {partial}")
-    # Exactly: a reply holds the planned arrays and nothing else.
-    if (total := sum(partial.nbytes for partial in expected)) != nbytes:
-        raise BadReply(f"its arrays have {nbytes} bytes, but the plan is for {total}")
+        if (kind, shape) != (str(partial.dtype), partial.shape):
+            text = f"{kind}{[*shape] if isinstance(shape, list | tuple) else shape}"
+            raise BadReply(f"{partial.called} is {text}, but the plan is for {partial}")
+        # Compared as bytes, never parsed, too: the plan decides what memory is taken.
+        header = npy_header(partial.dtype, partial.shape)
+        if stype != FORMAT or type(data) is not bytes or not data.startswith(header):
+            raise BadReply(f"{partial.called} is not written as {partial} is")
+        if (size := len(data) - len(header)) != partial.nbytes:
+            raise BadReply(
+                f"{partial.called} has {size} bytes, but the plan is for "
+                f"{partial.nbytes}"
+            )
+        array = np.frombuffer(data, bits_of(partial.dtype), offset=len(header))
+        arrays.append(array.view(partial.dtype).reshape(partial.shape))
+        # numpy defines True and False as the bytes 1 and 0 alone.
+        if partial.dtype == bool and (array.view(np.uint8) > 1).any():
+            raise BadReply(f"{partial.name} has bytes that are neither true nor false")
+    return arrays
 
 
 def _check_finite(partials: Sequence[Partial], arrays: Sequence[np.ndarray]) -> None:
@@ -332,11 +273,10 @@ def content_of(reply: Message, record: str, name: str) -> Any:
     It is not validated. A `BadReply` is raised if the reply has no such field in that
     record.
     """
-    try:
-        # The client chooses what a reply has: any access to its content may raise.
-        return reply.content[record][name]
-    except Exception as error:
-        raise BadReply(f"it has no {name!r}: {type(error).__name__}: {error}") from None
+    fields = _record(reply, record)
+    if name not in fields:
+        raise BadReply(f"it has no {name!r}")
+    return fields[name]
 
 
 def readable(text: object) -> str:

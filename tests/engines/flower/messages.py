@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from drjax.engines.core import wire_format
+from drjax.engines.flower import records
 
 
 class Recorded:
@@ -15,7 +15,8 @@ class Recorded:
 
     Attributes:
       messages: For each message `(kind, fields)`: `query` or `train`, with `reply` for
-        an answer, and the fields of all of its records, by name.
+        an answer; the fields of all of its records by name, and lists of arrays under
+        the name of their record.
     """
 
     def __init__(self, grid: Any):
@@ -39,18 +40,16 @@ class Recorded:
     def _record(self, kind: str, message: Any) -> None:
         fields = {}
         if message.has_content():
-            for record in message.content.values():
-                fields |= dict(record)
+            arrays = message.content.array_records
+            for name, record in message.content.items():
+                own = name in arrays
+                fields |= {name: records.from_record(record)} if own else dict(record)
         self.messages.append((kind, fields))
 
 
 def arrays_of(fields: dict[str, Any]) -> list[np.ndarray]:
-    """The arrays in a request, apart from the job, or in a reply."""
-    if "request" in fields:
-        return wire_format.from_bytes(bytes(fields["request"]))[1][1:]
-    if "done" in fields:
-        return wire_format.from_bytes(bytes(fields["done"]))[1]
-    return []
+    """The arrays in a request, apart from the stage's global inputs, or in a reply."""
+    return fields.get(records.ARRAYS, [])
 
 
 def check_no_slice(messages: Any, slices: Any, planned: int) -> None:
@@ -65,10 +64,17 @@ def check_no_slice(messages: Any, slices: Any, planned: int) -> None:
     assert kinds.count("train") > 0 and kinds.count("reply") >= kinds.count("train")
     for kind, fields in messages:
         arrays = arrays_of(fields)
-        # The group index and its mask are in each.
-        expected = {"query": 0, "train": 2, "reply": 2 + planned}[kind]
+        expected = {"query": 0, "train": 0, "reply": planned}[kind]
         assert len(arrays) == (0 if "group" in fields else expected), (kind, fields)
-        data = b"".join(bytes(x) for x in fields.values() if isinstance(x, bytes))
+        values = [x for x in fields.values() if isinstance(x, bytes)]
+        values += [
+            x.tobytes()
+            for arrays in fields.values()
+            if isinstance(arrays, list)
+            for x in arrays
+            if isinstance(x, np.ndarray)
+        ]
+        data = b"".join(values)
         for x in slices:
             assert x.dtype == np.float32 and x.size == np.unique(x).size > 1
             # A whole slice, or a half of it, whatever encloses it.

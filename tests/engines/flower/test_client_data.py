@@ -8,9 +8,10 @@ import pytest
 
 import drjax
 from drjax.backends import in_process
-from drjax.engines.core import wire_format, worker
+from drjax.engines.core import worker
 from drjax.engines.core.job import Job
 from drjax.engines.flower import client_data
+from drjax.engines.flower.records import Request
 from tests.helpers.plan_files import forged_with, read_members, saved_sgd_plan
 from tests.helpers.raising import raises
 
@@ -31,13 +32,12 @@ def test_clients_make_no_custom_calls(tmp_path_factory, tmp_path, monkeypatch):
     members = read_members(saved_sgd_plan(tmp_path_factory))
     path = forged_with("mine", members, tmp_path / "plan.drjax")
     file = in_process.compile(drjax.load_plan(path, custom_calls=["mine"])).file
-    job, seen = Job(file, 0, "", (), 1, False, False, []), []
+    seen = []
     monkeypatch.setattr(Job, "run", lambda job, *_: seen.append(job.file) or 1 / 0)
-    about = {"tree": None, "slices": [], "stored": [], "initial": None}
-    request = wire_format.to_bytes(
-        about, [np.frombuffer(job.to_bytes(), np.uint8), np.zeros(1), np.ones(1)]
-    )
+    about = {"tree": None, "slices": [], "stored": [], "initial": None, "group": 0}
+    about |= {"where": "", "check_nans": False, "drop": False, "x64": False}
     with pytest.raises(ZeroDivisionError):
-        client_data.answer(request, lambda: None)
+        code = file.key, file.data
+        client_data.answer(Request(about, [], []), lambda: None, code)
     worker.LoadedPlan(file)
     raises(drjax.PlanFileError, "may make: 'mine'", worker.LoadedPlan, seen[0])

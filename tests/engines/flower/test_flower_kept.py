@@ -8,6 +8,7 @@ drjax.engines.slices.worker_slices.
 
 import pickle
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -17,7 +18,7 @@ import pytest
 
 import drjax
 from drjax.backends import flower, reference
-from drjax.engines.core import wire_format
+from drjax.engines.flower.records import Request
 from tests.engines.flower.clients import (
     ROOT,
     Grid,
@@ -74,7 +75,7 @@ def test_state_stays_with_the_clients(name):
 
     run(kept, state, 3, flower.Clients())
     # Two versions at most: that of the latest call, and the one that it has read.
-    assert all(len(x.state["drjax"]) <= 2 for x in grid.contexts.values())
+    assert all(len(x.state.array_records) <= 2 for x in grid.contexts.values())
 
 
 def test_clients_keep_what_a_later_round_reads():
@@ -183,17 +184,18 @@ def test_what_a_client_refuses():
     push = grid.push_messages
     grid.push_messages = lambda messages: push(map(_seen(requests), messages))
     run(*programs.on_clients("scaffold", flower.Clients())[1], flower.Clients())
-    header, arrays = wire_format.from_bytes(requests[-1])
-    request = wire_format.to_bytes(header | {"key": None}, arrays)
+    request = Request.received(requests[-1])
+    request = replace(request, about={**request.about, "key": None})
+    code = grid.contexts[0].state["drjax_code"]
     load = lambda: programs.data_of(0)
     with pytest.raises(ValueError, match="which stay with their client"):
-        client_data.answer(request, load, {})
+        client_data.answer(request, load, next(iter(code.items())), {})
 
 
 def _seen(requests):
     def see(message):
         if message.metadata.message_type == "train":
-            requests.append(bytes(message.content["drjax"]["request"]))
+            requests.append(message.content)
         return message
 
     return see
@@ -243,7 +245,6 @@ def test_state_stays_in_supernodes(name, tmp_path):
     # The search finds what is there: the clients have these slices.
     for group in range(N):
         stored = pickle.loads((tmp_path / f"state.client{group}").read_bytes())
-        latest = [wire_format.from_bytes(bytes(x))[1] for x in stored.values()]
-        stays = [x[0] for arrays in latest for x in arrays if x.ndim == 2]
+        stays = [x[0] for arrays in stored.values() for x in arrays if x.ndim == 2]
         mine = slices[group::N]
         assert any(np.allclose(x, y, 1e-4) for x in stays for y in mine)

@@ -8,9 +8,9 @@ Covers: drjax.engines.flower.adapter, drjax.engines.flower.untrusted_replies.
 
 # pyright: reportMissingImports=false
 
+import math
 import threading
 import time
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -20,8 +20,7 @@ import pytest
 
 import drjax
 from drjax.backends import flower
-from drjax.engines.core import wire_format
-from drjax.engines.core.messages import BlockResult
+from drjax.engines.flower import records
 from tests.engines.flower.clients import (
     Grid,
     as_in_a_server_app,  # noqa: F401
@@ -110,21 +109,55 @@ def content(make):
     return lie
 
 
-def done(change):
-    """A lie: `change(block, done)` in place of what became of the group."""
+def content_of(fields, arrays=None):
+    """The content of a reply of these fields, and of arrays under these names."""
+    import flwr.app as flwr
+
+    own = {"drjax": flwr.ConfigRecord(fields)}
+    if arrays is not None:
+        pairs = {name: flwr.Array(*x) for name, x in arrays.items()}
+        own["drjax.arrays"] = flwr.ArrayRecord(pairs)
+    return flwr.RecordDict(own)
+
+
+def of_arrays(change, **fields):
+    """A lie: `change(arrays)`, of the fields of Flower's arrays by name."""
 
     def lie(message, reply):
-        block, honest = wire_format.result_from_bytes(
-            bytes(reply.content["drjax"]["done"])
-        )
-        changed = wire_format.result_to_bytes(block, change(honest))
-        return config(done=changed)(message, reply)
+        import flwr.app as flwr
+
+        arrays = {
+            name: (x.dtype, x.shape, x.stype, x.data)
+            for name, x in reply.content["drjax.arrays"].items()
+        }
+        own = {"pid": 1, "seconds": 0.0, **fields}
+        return flwr.Message(content_of(own, change(arrays)), reply_to=message)
 
     return lie
 
 
-def partials(change, failed=None):
-    return done(lambda x: BlockResult(change([*x.partials]), [], failed or {}, 1, 0.0))
+def partials(change, **fields):
+    """A lie: other arrays, and with these fields more than an honest reply has."""
+
+    def changed(arrays):
+        honest = [
+            np.frombuffer(data[-4 * math.prod(shape) :], dtype).reshape(shape)
+            for dtype, shape, _, data in arrays.values()
+        ]
+        lies = map(records.fields_of, change(honest))
+        return {str(i): x for i, x in enumerate(lies)}
+
+    return of_arrays(changed, **fields)
+
+
+def first(change):
+    """A lie about the fields of the first array: dtype, shape, format, data."""
+    return of_arrays(lambda arrays: arrays | {"0": change(*arrays["0"])})
+
+
+def fails(**fields):
+    """A lie: no arrays, and these fields."""
+    return config(**{"pid": 1, "seconds": 0.0} | fields)
 
 
 def breaks(error):
@@ -164,46 +197,86 @@ LIES = {
     "complex": (partials(lambda p: [p[0] + 0j, p[1]]), "is complex64[3], but the plan"),
     "int64": (partials(lambda p: [p[0].astype(np.int64), p[1]]), "is int64[3], but"),
     "string": (partials(lambda p: [np.array(["abc"] * 3), p[1]]), "is <U3[3], but the"),
-    "too few": (partials(lambda p: p[:1]), "it has 1 partial results"),
-    "none": (partials(lambda p: []), "it has 0 partial results, but the plan is for 2"),
+    "too few": (partials(lambda p: p[:1]), "it has 1 arrays, but the plan is for 2"),
+    "none": (partials(lambda p: []), "it has 0 arrays, but the plan is for 2"),
     "slices": (
-        done(lambda x: BlockResult(x.partials, [np.zeros((1, 3))], {}, 1, 0.0)),
-        "it has 5 arrays, but the plan is for 4",
+        partials(lambda p: [*p, np.zeros((1, 3))]),
+        "it has 3 arrays, but the plan is for 2",
+    ),
+    "names": (
+        of_arrays(lambda x: {"1": x["0"], "0": x["1"]}),
+        "array 0 has the name '1'",
+    ),
+    "pickle": (
+        first(lambda dtype, shape, stype, data: (dtype, shape, "pickle", data)),
+        "is not written as float32[3] is",
+    ),
+    "object": (
+        first(lambda dtype, shape, stype, data: ("object", shape, stype, data)),
+        "is object[3], but the plan is for float32[3]",
+    ),
+    "other header": (
+        first(lambda d, s, f, data: (d, s, f, data.replace(b"(3,)", b"(9,)"))),
+        "is not written as float32[3] is",
+    ),
+    "header of objects": (
+        first(lambda d, s, f, data: (d, s, f, data.replace(b"<f4", b"|O8"))),
+        "is not written as float32[3] is",
+    ),
+    "more bytes": (
+        first(lambda d, s, f, data: (d, s, f, data + b"0000")),
+        "has 16 bytes, but the plan is for 12",
+    ),
+    "fewer bytes": (
+        first(lambda d, s, f, data: (d, s, f, data[:-1])),
+        "has 11 bytes, but the plan is for 12",
+    ),
+    "huge": (
+        first(lambda d, s, f, data: (d, (2**62, 2**62), f, data)),
+        "is float32[4611686018427387904, 4611686018427387904], but",
     ),
     "others": (
-        partials(lambda p: p, {0: "evil", 1: "evil", 2: "evil"}),
-        "it reports failures of ['0', '1', '2'], but only group 3 was asked",
+        partials(lambda p: p, groups=[0, 1, 2]),
+        "it must have pid and seconds, or failed, but has 'pid', 'seconds', 'groups'",
     ),
-    "no such group": (partials(lambda p: p, {999: "evil"}), "failures of ['999']"),
-    "other group": (
-        lambda message, reply: config(done=_for(0, reply))(message, reply),
-        "it is for group 0, but group 3 was asked",
+    "other group": (partials(lambda p: p, group=0), "has 'pid', 'seconds', 'group'"),
+    "failed with values": (
+        partials(lambda p: p, failed="evil"),
+        "it has values of a group that failed",
     ),
-    "garbage": (config(done=b"\0" * 50), "its header is no JSON"),
-    "empty": (config(done=b""), "it ends within its header"),
-    "text": (config(done="x"), "it is of type str, not bytes"),
-    "numbers": (config(done=[1, 2]), "it is of type list, not bytes"),
-    "no done": (config(x=1), "it has no 'done': KeyError"),
-    "no record": (content(lambda f: f.RecordDict({})), "it has no 'done': KeyError"),
+    "failed of others": (
+        fails(failed=["evil"] * 3),
+        "its failure is ['evil', 'evil', ",
+    ),
+    "empty": (config(), "it must have pid and seconds, or failed, but has "),
+    "text": (fails(pid="x"), "its process is 'x', which is no process number"),
+    "no arrays": (fails(), "it has no record 'drjax.arrays': KeyError"),
+    "no fields": (config(x=1), "it must have pid and seconds, or failed, but has 'x'"),
+    "no record": (content(lambda f: f.RecordDict({})), "it has no record 'drjax': Key"),
     "metrics": (
         content(lambda f: f.RecordDict({"drjax": f.MetricRecord({"done": 1})})),
-        "it is of type int, not bytes",
+        "it must have pid and seconds, or failed, but has 'done'",
+    ),
+    "metrics for arrays": (
+        content(
+            lambda f: f.RecordDict(
+                {
+                    "drjax": f.ConfigRecord({"pid": 1, "seconds": 0.0}),
+                    "drjax.arrays": f.MetricRecord({"0": 1.0, "1": 2.0}),
+                }
+            )
+        ),
+        "is no array",
     ),
     "arrays": (
         content(lambda f: f.RecordDict({"drjax": f.ArrayRecord([np.zeros(3)])})),
-        "it has no 'done': KeyError",
+        "it must have pid and seconds, or failed, but has '0'",
     ),
     "unreadable": (breaks(KeyError("Bomb")), "it cannot be read: KeyError: 'Bomb'"),
     "undecodable": (breaks(ValueError("bad")), "it cannot be read: ValueError: bad"),
     "error": (error_of("no\x1b[2J\nway"), "failed: no\\x1b[2J way (code 2)"),
-    "own failure": (partials(lambda p: [], {EVIL: "a\nb"}), "work: a b"),
+    "own failure": (fails(failed="a\nb"), "work: a b"),
 }
-
-
-def _for(group, reply):
-    block, honest = wire_format.result_from_bytes(bytes(reply.content["drjax"]["done"]))
-    other = replace(block, groups=np.array([group], np.int32))
-    return wire_format.result_to_bytes(other, honest)
 
 
 @pytest.mark.parametrize("name", LIES)
@@ -235,6 +308,71 @@ def test_replies_are_told_apart_by_what_was_asked():
     assert [*run.report.dropped] == [EVIL] and grid.sent == 2 * N
 
 
+def test_a_reply_counts_by_the_node_that_sent_it():
+    """Also if it names the request of another, whose number is no secret here."""
+    import flwr.app as flwr
+
+    class Answering(Grid):
+        """The client of group 3 answers for that of group 1, and first."""
+
+        def __init__(self, make):
+            super().__init__(load, N)
+            self.make, self.early = make, []
+
+        def answer(self, message, group, query):
+            reply = super().answer(message, group, query)
+            if group == 1 and not query:
+                forged = self.make(message)
+                forged.metadata.__dict__["_src_node_id"] = 100 + EVIL
+                self.early.append(forged)
+            return reply
+
+        def pull_messages(self, numbers):
+            return [*self.early, *super().pull_messages(numbers)]
+
+    values = [np.full(shape, 1e6, np.float32) for shape in (3, ())]
+    arrays = {str(i): records.fields_of(x) for i, x in enumerate(values)}
+    lie = content_of({"pid": 1, "seconds": 0.0}, arrays)
+    for make in (
+        lambda message: flwr.Message(lie, reply_to=message),
+        lambda message: flwr.Message(flwr.Error(2, "evil"), reply_to=message),
+    ):
+        grid = Answering(make)
+        run, result = called(grid)
+        check(result, range(N))
+        assert len(grid.early) == 1 and run.report.dropped == {}
+
+
+def test_errors_in_the_name_of_the_link_count():
+    """The SuperLink itself reports that a node is gone, or its reply."""
+
+    def lie(message, reply):
+        reply = error_of("Node Unavailable")(message, reply)
+        reply.metadata.__dict__["_src_node_id"] = reply.metadata.dst_node_id
+        return reply
+
+    run, result = called(Lying(lie), on_error="drop")
+    check(result, [0, 1, 2, 4])
+    assert "Node Unavailable (code 2)" in run.report.dropped[EVIL]
+
+
+def test_arrays_are_those_of_flower():
+    """Its own tools read them; the parameters are one record for all clients."""
+    shared = []
+
+    class Watching(Grid):
+        def answer(self, message, group, query):
+            reply = super().answer(message, group, query)
+            if not query:
+                shared.append(message.content["drjax.shared"])
+                a, b = reply.content["drjax.arrays"].to_numpy_ndarrays()
+                assert a.dtype == b.dtype == np.float32 and a.shape == (3,)
+            return reply
+
+    called(Watching(load, N))
+    assert len(shared) == N and len({x.object_id for x in shared}) == 1
+
+
 def test_messages_that_answer_nothing_are_passed_over():
     """Flower's grid gives these to the server with the replies that it asks for."""
 
@@ -245,9 +383,7 @@ def test_messages_that_answer_nothing_are_passed_over():
             import flwr.app as flwr
 
             reply = super().answer(message, group, query)
-            for record in reply.content.values():
-                other = flwr.Message(flwr.RecordDict({"drjax": record}), 1, "train")
-                self.more.append(other)
+            self.more.append(flwr.Message(reply.content, 1, "train"))
             return reply
 
         def pull_messages(self, numbers):

@@ -2,10 +2,10 @@
 
 Covers: drjax.engines.flower.untrusted_replies, drjax.engines.flower.assignment,
 drjax.engines.flower.background, drjax.engines.flower.code_of_stages,
-drjax.engines.core.wire_format.
+drjax.engines.flower.records.
 """
 
-import json
+import io
 import random
 import threading
 from types import SimpleNamespace
@@ -19,10 +19,9 @@ import pytest
 
 import drjax
 from drjax.backends import in_process
-from drjax.engines.core import wire_format
 from drjax.engines.core.encoded_partials import decoded, encode_partials
-from drjax.engines.core.messages import Block, BlockResult
-from drjax.engines.flower import code_of_stages, untrusted_replies
+from drjax.engines.core.messages import BlockResult
+from drjax.engines.flower import code_of_stages, records, untrusted_replies
 from drjax.engines.flower.assignment import Assignment
 from drjax.engines.flower.background import Background
 from drjax.engines.flower.untrusted_replies import BadReply, Partial
@@ -42,12 +41,28 @@ VALUES: list[Any] = [
 ]  # fmt: skip
 
 
-def reply(values=VALUES, failed=None, slices=(), group=GROUP, valid=True, **done):
-    block = Block(np.array([group], np.int32), np.array([valid]), [])
-    fields = {"pid": 7, "seconds": 0.5} | done
-    return wire_format.result_to_bytes(
-        block, BlockResult(values, [*slices], failed or {}, **fields)
-    )
+def arrays(values):
+    """What Flower's `ArrayRecord` of these arrays holds."""
+    return {
+        str(i): SimpleNamespace(dtype=x[0], shape=x[1], stype=x[2], data=x[3])
+        for i, x in enumerate(map(records.fields_of, values))
+    }
+
+
+def message(fields, **more):
+    """A reply with these records: fields, and others by name."""
+    return SimpleNamespace(content={records.FIELDS: fields} | more)
+
+
+def reply(values=VALUES, **fields):
+    own = {} if values is None else {records.ARRAYS: arrays(values)}
+    return message({"pid": 7, "seconds": 0.5} | fields, **own)
+
+
+def reply_of(result):
+    """A reply with the result of a group, as its worker makes it."""
+    coded = [getattr(x, "codes", x) for x in result.partials]
+    return reply(coded, pid=result.pid, seconds=result.seconds)
 
 
 def checked(data, check_nans=True):
@@ -76,34 +91,17 @@ def test_states_of_folds():
         check(GROUP, [np.nan, 1])
 
 
-def header(data):
-    size = int.from_bytes(data[:8], "little")
-    return json.loads(data[8 : 8 + size]), data[8 + size :]
-
-
-def with_header(head, body):
-    text = head if isinstance(head, bytes) else json.dumps(head).encode()
-    return len(text).to_bytes(8, "little") + text + body
-
-
-def edited(**about):
-    head, body = header(reply())
-    head["about"] |= about
-    return with_header(head, body)
-
-
-def of_kinds(*kinds):
-    head, body = header(reply())
-    head["arrays"] = [["int32", [1]], ["bool", [1]], *kinds]
-    return with_header(head, body)
+def of_array(**fields):
+    """A reply whose first array has other fields."""
+    data = reply()
+    vars(data.content[records.ARRAYS]["0"]).update(fields)
+    return data
 
 
 def changed(i, value):
     return reply([value if i == j else x for j, x in enumerate(VALUES)])
 
 
-KINDS = [[str(x.dtype), [*x.shape]] for x in VALUES]
-DEEP = b"[" * 50_000 + b"]" * 50_000
 NAN, BF16 = np.float32(np.nan), ml_dtypes.bfloat16
 
 
@@ -116,57 +114,42 @@ def test_an_honest_reply():
 
 
 def test_an_honest_failure():
-    done = checked(reply([], {GROUP: "it has no data"}, valid=False, pid=0))
+    done = checked(reply(None, failed="it has no data", pid=0))
     assert done.failed == {GROUP: "it has no data"} and not done.partials
+
+
+HEADER = records.npy_header(np.dtype(np.float32), (3,))
+BYTES = VALUES[0].tobytes()
 
 
 @pytest.mark.parametrize(
     "data, text",
     [
-        (None, "it is of type NoneType, not bytes"),
-        ([b"x"], "it is of type list, not bytes"),
-        ("text", "it is of type str, not bytes"),
-        (b"", "it ends within its header, after 0 bytes"),
-        (reply()[:40], "it ends within its header, after 40 bytes"),
-        (b"\xff" * 50, "it ends within its header, after 50 bytes"),
-        (b"\0" * 50, "its header is no JSON: Expecting value"),
-        (with_header(b"{" * 10, b""), "its header is no JSON"),
-        (with_header(b"\xff\xfe", b""), "its header is no JSON: 'utf-8' codec"),
-        (with_header(b" " * (2**20 + 1), b""), "bytes, more than 1048576"),
-        (with_header(b'{"about": NaN}', b""), "NaN is no number"),
-        (with_header(b'{"about": 1, "about": 2}', b""), "a name is there twice"),
-        (with_header(b"9" * 9000, b""), "its header is no JSON: Exceeds the limit"),
-        (with_header(DEEP, b""), "its header is nested too deeply"),
-        (with_header([], b""), "its header must have about, arrays, but has list"),
-        (with_header({"about": 1}, b""), "but has 'about'"),
-        (with_header({"about": 1, "arrays": 1}, b""), "its record must have failed"),
-        (edited(more=1), "'seconds', 'partials', 'more'"),
-        (edited(pid=-1), "its process is -1"),
-        (edited(pid=True), "its process is True"),
-        (edited(pid=2**70), "its process is 1180591620717411303424"),
-        (edited(pid="7"), "its process is '7'"),
-        (edited(seconds=-1), "it took -1 seconds"),
-        (edited(seconds=1e300), "it took 1e+300 seconds"),
-        (edited(seconds=None), "it took None seconds"),
-        (edited(partials=3), "it has 3 partial results, but the plan is for 4"),
-        (edited(partials=-1), "it has -1 partial results, but the plan is for 4"),
-        (edited(partials=4.0), "it has 4.0 partial results, but the plan is for 4"),
-        (edited(partials=2**63), "it has 9223372036854775808 partial results"),
-        (edited(failed=[]), "it reports failures of []"),
-        (edited(failed={"1": "evil"}), "failures of ['1'], but only group 3"),
-        (edited(failed={"3": "no", "1": "evil"}), "failures of ['3', '1']"),
-        (edited(failed={"03": "evil"}), "failures of ['03']"),
-        (edited(failed={"999": "evil"}), "failures of ['999']"),
-        (edited(failed={"-1": "evil"}), "failures of ['-1']"),
-        (edited(failed={"3": 5}), "its failure is 5, which is no text"),
-        (edited(failed={"3": "no"}), "4 partial results, but the plan is for 0"),
-        (reply([]), "it has 0 partial results, but the plan is for 4"),
-        (reply(VALUES[:3]), "it has 3 partial results, but the plan is for 4"),
-        (reply([*VALUES, NAN]), "it has 5 partial results, but the plan is for 4"),
-        (reply(slices=[VALUES[0]]), "it has 7 arrays, but the plan is for 6"),
-        (reply(group=2), "it is for group 2, but group 3 was asked"),
-        (reply(group=-1), "it is for group -1, but group 3 was asked"),
-        (reply(valid=False), "it masks its group out without saying why"),
+        (None, "it has no record 'drjax': AttributeError"),
+        (SimpleNamespace(content=[b"x"]), "it has no record 'drjax': TypeError"),
+        (SimpleNamespace(content={}), "it has no record 'drjax': KeyError"),
+        (message(5), "it has no record 'drjax': TypeError"),
+        (message({}), "it must have pid and seconds, or failed, but has "),
+        (message({"pid": 7}), "but has 'pid'"),
+        (message({"pid": 7, "seconds": 0.5}), "it has no record 'drjax.arrays': KeyE"),
+        (reply(more=1), "but has 'pid', 'seconds', 'more'"),
+        (reply(group=1), "but has 'pid', 'seconds', 'group'"),
+        (reply(pid=-1), "its process is -1"),
+        (reply(pid=True), "its process is True"),
+        (reply(pid=2**70), "its process is 1180591620717411303424"),
+        (reply(pid="7"), "its process is '7'"),
+        (reply(seconds=-1), "it took -1 seconds"),
+        (reply(seconds=1e300), "it took 1e+300 seconds"),
+        (reply(seconds=float("nan")), "it took nan seconds"),
+        (reply(seconds=None), "it took None seconds"),
+        (reply(None, failed=[]), "its failure is [], which is no text"),
+        (reply(None, failed=b"evil"), "its failure is b'evil', which is no text"),
+        (reply(None, failed=None), "its failure is None, which is no text"),
+        (reply(failed="no"), "it has values of a group that failed"),
+        (reply([], failed="no"), "it has values of a group that failed"),
+        (reply([]), "it has 0 arrays, but the plan is for 4"),
+        (reply(VALUES[:3]), "it has 3 arrays, but the plan is for 4"),
+        (reply([*VALUES, NAN]), "it has 5 arrays, but the plan is for 4"),
         (changed(0, np.ones(7, np.float32)), "the mean of model is float32[7]"),
         (changed(0, np.ones((1, 3), np.float32)), "the mean of model is float32[1, 3]"),
         (changed(0, np.float32(1e6)), "float32[], but the plan is for float32[3]"),
@@ -175,24 +158,35 @@ def test_an_honest_failure():
         (changed(0, np.ones(3, np.complex64)), "the mean of model is complex64[3]"),
         (changed(0, np.array(["abc"] * 3)), "the mean of model is <U3[3]"),
         (changed(1, np.float16(1)), "the max of loss is float16[]"),
+        (changed(1, np.uint16(1)), "the max of loss is uint16[]"),
         (changed(0, VALUES[0] * NAN), "it yields NaN as model"),
         (changed(0, VALUES[0] + np.inf), "it yields an infinity as model"),
         (changed(0, VALUES[0] - np.inf), "it yields an infinity as model"),
         (changed(1, BF16(np.nan)), "it yields NaN as loss"),
         (changed(1, BF16(np.inf)), "it yields an infinity as loss"),
-        (of_kinds(), "it has 2 arrays, but the plan is for 6"),
-        (of_kinds(*KINDS[1:], KINDS[0]), "the mean of model is bfloat16[]"),
-        (of_kinds(["O", [3]], *KINDS[1:]), "the mean of model is O[3]"),
-        (of_kinds(["f4,f4", [3]], *KINDS[1:]), "the mean of model is f4,f4[3]"),
-        (of_kinds(["float32", [-1]], *KINDS[1:]), "the mean of model is float32[-1]"),
-        (of_kinds(["float32", 3], *KINDS[1:]), "the mean of model is float323"),
-        (of_kinds(["float32", [2**40]], *KINDS[1:]), "float32[1099511627776]"),
-        (of_kinds(["float32", [2**62, 4]], *KINDS[1:]), "but the plan is for float32"),
-        (of_kinds(None, *KINDS[1:]), "the mean of model is None"),
-        (of_kinds({}, *KINDS[1:]), "the mean of model is {}"),
-        (of_kinds(json.loads("[" * 900 + "]" * 900), *KINDS[1:]), "mean of model is"),
-        (reply()[:-1], "its arrays have 20 bytes, but the plan is for 21"),
-        (reply() + b"\0", "its arrays have 22 bytes, but the plan is for 21"),
+        (reply([VALUES[1], VALUES[0], *VALUES[2:]]), "the mean of model is bfloat16[]"),
+        (of_array(dtype="O"), "the mean of model is O[3]"),
+        (of_array(dtype="f4,f4"), "the mean of model is f4,f4[3]"),
+        (of_array(dtype=None), "the mean of model is None[3]"),
+        (of_array(dtype=np.dtype("f4,f4")), "the mean of model is [('f0', '<f4'),"),
+        (of_array(shape=(-1,)), "the mean of model is float32[-1]"),
+        (of_array(shape=3), "the mean of model is float323"),
+        (of_array(shape=[3]), "the mean of model is float32[3], but the plan is for"),
+        (of_array(shape=(2**62, 4)), "float32[4611686018427387904, 4]"),
+        (of_array(stype="pickle"), "the mean of model is not written as float32[3] is"),
+        (of_array(stype=None), "the mean of model is not written as float32[3] is"),
+        (of_array(data=None), "the mean of model is not written as float32[3] is"),
+        (of_array(data=BYTES), "the mean of model is not written as float32[3] is"),
+        (of_array(data=HEADER[:40]), "the mean of model is not written as"),
+        (of_array(data=bytearray(HEADER + BYTES)), "the mean of model is not written"),
+        (of_array(data=HEADER), "model has 0 bytes, but the plan is for 12"),
+        (of_array(data=HEADER + BYTES[:-1]), "has 11 bytes, but the plan is for 12"),
+        (of_array(data=HEADER + BYTES + b"0"), "has 13 bytes, but the plan is for 12"),
+        (message({"pid": 7, "seconds": 0.5}, **{records.ARRAYS: dict.fromkeys(
+            "0123", 1.0)}), "the mean of model is no array"),
+        (message({"pid": 7, "seconds": 0.5}, **{records.ARRAYS: dict(zip(
+            "1023", arrays(VALUES).values(), strict=True))}),
+            "array 0 has the name '1'"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(data, text):
@@ -203,10 +197,33 @@ def test_what_does_not_fit_is_refused(data, text):
 
 def test_bytes_that_are_no_booleans():
     data = reply()
-    position = len(data) - 2  # the flags are the last that have bytes
-    raises_bad(
-        data[:position] + b"\2\0", "flags has bytes that are neither true nor false"
-    )
+    flags = data.content[records.ARRAYS]["2"]
+    flags.data = flags.data[:-2] + b"\2\0"
+    raises_bad(data, "flags has bytes that are neither true nor false")
+
+
+DTYPES = [
+    "bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
+    "float16", "float32", "float64", "complex64", "complex128", "bfloat16", "int4",
+    "uint4", "float8_e4m3fn", "float8_e5m2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_arrays_of_every_dtype_and_order(name):
+    """What numpy's files have no name for is written as bits."""
+    dtype = np.dtype(name)
+    square = np.arange(6).reshape(2, 3).astype(dtype)
+    for x in (square, square.T, square[:, ::2], square[1, 1], square[:0]):
+        x, planned = np.asarray(x), Partial("sum", "x", np.shape(x), dtype)
+        data = reply([x])
+        done = untrusted_replies.validate_reply(data, GROUP, [planned], True)
+        (result,) = done.partials
+        assert result.dtype == dtype and result.shape == x.shape
+        assert result.tobytes() == x.tobytes()
+        (array,) = data.content[records.ARRAYS].values()
+        read = np.load(io.BytesIO(array.data), allow_pickle=False)
+        assert read.shape == x.shape and read.tobytes() == x.tobytes()
 
 
 def raises_bad(data, text):
@@ -245,8 +262,7 @@ def test_what_is_checked_is_what_stages_give():
         def results(self, call):
             expected = untrusted_replies.partials_of(call.job.file)[call.job.stage]
             for block, done in super().results(call):
-                data = wire_format.result_to_bytes(block, done)
-                group = int(block.groups[0])
+                data, group = reply_of(done), int(block.groups[0])
                 again = untrusted_replies.validate_reply(data, group, expected, True)
                 seen.append({str(partial) for partial in expected})
                 yield block, again
@@ -266,45 +282,39 @@ def test_what_is_checked_is_what_stages_give():
 
 def test_random_changes_of_a_reply():
     """Whatever comes, it is refused or has the planned types: no other error."""
-    rng, honest = random.Random(0), reply()
-    head, body = header(honest)
+    rng = random.Random(0)
     junk = [
-        None, True, -1, 2**63, 1.5, "", "3", "int32", [], {}, [[]], {"3": "x"},
-        ["float32", [3]], float("inf"), "\ud800", "𝟛",
+        None, True, -1, 2**63, 1.5, "", "3", "int32", [], {}, [[]], {"3": "x"}, (3,),
+        ["float32", [3]], float("inf"), "\ud800", "𝟛", b"", b"\x93NUMPY", object(),
     ]  # fmt: skip
     refused = 0
     for _ in range(3000):
-        data = bytearray(honest)
-        kind = rng.randrange(4)
+        data = reply()
+        fields, sent = data.content[records.FIELDS], data.content[records.ARRAYS]
+        array = sent[rng.choice([*sent])]
+        kind = rng.randrange(5)
         if kind == 0:  # bytes
+            changed = bytearray(array.data)
             for _ in range(rng.randint(1, 6)):
-                data[rng.randrange(len(data))] = rng.randrange(256)
+                changed[rng.randrange(len(changed))] = rng.randrange(256)
+            array.data = bytes(changed)
         elif kind == 1:  # cut, or more of it
-            position, more = rng.randrange(len(data)), rng.randbytes(rng.randrange(9))
-            data = (
-                data[:position] + more
-                if rng.random() < 0.5
-                else data + more + data[position:]
-            )
-        else:  # a value in the header
-            new = json.loads(json.dumps(head))
-            position = new
-            while rng.random() < 0.8 and isinstance(position, dict | list) and position:
-                keys = (
-                    [*position]
-                    if isinstance(position, dict)
-                    else [*range(len(position))]
-                )
-                key = rng.choice(keys)
-                if not isinstance(position[key], dict | list) or rng.random() < 0.4:
-                    position[key] = rng.choice(junk)
-                    break
-                position = position[key]
+            position = rng.randrange(len(array.data))
+            more, end = rng.randbytes(rng.randrange(9)), rng.random() < 0.5
+            array.data = array.data[:position] + more + array.data[position:] * end
+        elif kind == 2:
+            setattr(array, rng.choice([*vars(array)]), rng.choice(junk))
+        elif kind == 3:
+            fields[rng.choice(["pid", "seconds", "failed", "x"])] = rng.choice(junk)
+        else:  # in place of a record, or of an array, or under another name
+            where: Any = rng.choice([data.content, sent, sent, fields])
+            name = rng.choice([*where, "x", "9"])
+            if rng.random() < 0.3 and name in where:
+                where[rng.choice(["x", "3", 5, ""])] = where.pop(name)
             else:
-                new[rng.choice(["about", "arrays", "x"])] = rng.choice(junk)
-            data = with_header(new, body)
+                where[name] = rng.choice(junk)
         try:
-            done = checked(bytes(data))
+            done = checked(data)
         except BadReply as error:
             assert str(error)
             refused += 1
@@ -417,9 +427,7 @@ def test_replies_of_clients_are_decoded_and_checked():
            for p in planned]  # fmt: skip
 
     def check(partials):
-        block = Block(np.array([3], np.int32), np.array([True]), [])
-        result = BlockResult(partials, [], {}, 7, 0.5)
-        data = wire_format.result_to_bytes(block, result)
+        data = reply_of(BlockResult(partials, [], {}, 7, 0.5))
         return untrusted_replies.validate_reply(data, 3, planned, True)
 
     encoded = encode_partials(reduces, one)
