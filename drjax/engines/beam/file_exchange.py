@@ -17,7 +17,9 @@ written the same file twice, and is counted once. The totals must be of as many 
 as were reported, else the call fails.
 
 Sharp edges: the totals are combined by the workers in any order, so that the last bits
-of a sum may differ between runs.
+of a sum may differ between runs. Results of blocks are files, as Beam's local runner
+gives nothing while a pipeline runs, neither metrics nor errors: `Pipeline.run` returns
+at its end, and what a worker raised is text.
 """
 
 import collections
@@ -45,6 +47,9 @@ from drjax.engines.slices.groups import Lazy
 from drjax.engines.slices.slices import HostSlices, Slices
 from drjax.engines.slices.worker_slices import Keeping, WorkerSlices
 from drjax.plan import Value
+
+_LOOK = 0.1  # seconds between looks for results of blocks, at least
+_REST = 9  # times as long as a look takes, so that looks take a tenth of the time
 
 
 class Files(Protocol):
@@ -167,13 +172,15 @@ class StageRun:
         The slices of outputs for which `stay` is true are left out: they are written to
         another file, in the folder `kept`. The partial reductions are in none: workers
         combine these.
+
+        A file for each block, and not a collection of the pipeline: the driver reads it
+        while the pipeline runs, and after one that failed.
         """
         if self.stay:
             result = kept_files.store_staying_slices(
                 self.files, self.kept, self.stay, block, result
             )
-        # Without partial reductions: those the workers combine among themselves.
-        data = wire_format.result_to_bytes(block, replace(result, partials=[]))
+        data = wire_format.result_to_bytes(block, result)
         self.files.write(f"{self.folder}/block-{block.groups[0]:012}", data)
 
     def write_totals(self, totals: Totals) -> None:
@@ -265,17 +272,23 @@ class FileExchange(Keeping):
                 call.job.stay, kept, _pieces(call.slices),
             )  # fmt: skip
             seen: set[str] = set()
-            reported = 0
+            reported, pause = 0, _LOOK
             # The whole run again: there is no way to ask workers for one block.
             retry = call.options.retry("worker")
             for tries in range(retry.times + 1):
                 run = self.start(stage_run, self._own_folder)
                 while True:
-                    call.check()
                     # Before the listing: whatever was written before the end is then
                     # seen.
-                    ended = run.wait(0.1)
-                    for block, result in self._new_results(folder, seen):
+                    ended, until = False, time.monotonic() + pause
+                    while not ended and time.monotonic() < until:
+                        call.check()
+                        ended = run.wait(_LOOK)
+                    began = time.monotonic()
+                    paths = self._files.listed(f"{folder}/block-")
+                    # A listing of many files takes long, in some systems of few, too.
+                    pause = max(_LOOK, _REST * (time.monotonic() - began))
+                    for block, result in self._new_results(paths, seen):
                         if kept:
                             path = kept_files.path_of(kept, block)
                             result = replace(result, piece=path)
@@ -354,14 +367,14 @@ class FileExchange(Keeping):
         return starts, failed
 
     def _new_results(
-        self, folder: str, seen: set[str]
+        self, paths: Iterable[str], seen: set[str]
     ) -> Iterator[tuple[Block, BlockResult]]:
         """Read the files of blocks that workers have finished since the last call.
 
         `seen` has the paths of the files that were read before; new ones are added. The
         blocks have no slices, and the results no partial reductions.
         """
-        for path in self._files.listed(f"{folder}/block-"):
+        for path in paths:
             # Each file once: after a retry the same blocks are written again.
             if path not in seen:
                 seen.add(path)

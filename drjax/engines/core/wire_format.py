@@ -1,4 +1,4 @@
-"""Arrays and results of blocks as bytes, for workers that share only files or messages.
+"""Arrays and results of blocks as bytes, for workers that share only files.
 
 Input: arrays and a header of JSON data, or a `BlockResult`. Output: bytes, and the same
 from bytes:
@@ -8,10 +8,9 @@ from bytes:
 Invariants: arrays and a JSON header, nothing that is executed when it is read. Any
 dtype passes, also those that numpy does not know, by its name.
 
-Sharp edges: `from_bytes` trusts its input and is for files of this run; what is not
-trusted is validated first, as Flower's replies are. The arrays that it returns are
-read-only views of the bytes. Keys of the header are a format that other releases of
-drjax read.
+Sharp edges: `from_bytes` trusts its input and is for files of this run. The arrays that
+it returns are read-only views of the bytes. Keys of the header are a format that other
+releases of drjax read.
 """
 
 import io
@@ -20,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from drjax.engines.core.encoded_partials import EncodedPartial
 from drjax.engines.core.messages import Block, BlockResult
 
 
@@ -60,31 +58,20 @@ def from_bytes(data: bytes) -> tuple[dict[str, Any], list[np.ndarray]]:
 def result_to_bytes(block: Block, result: BlockResult) -> bytes:
     """Serialize the group indices and the mask of a block, and its result.
 
-    Of the result `piece` is left out, the engine's reference to slices that stay with
-    the workers; and partial reductions that are None, which all are if no group of the
-    block takes part. Of an encoded one the codes are written, uint8 `[k]`: how they are
-    encoded is known from the plan.
+    Of the result its partial reductions are left out, and `piece`, the engine's
+    reference to slices that stay with the workers.
     """
     failed = {str(group): why for group, why in result.failed.items()}
-    # All or none are None: a block either has a group that takes part or not.
-    partials = [
-        x.codes if isinstance(x, EncodedPartial) else x
-        for x in result.partials
-        if x is not None
-    ]
     header = {"failed": failed, "pid": result.pid, "seconds": result.seconds}
-    header["partials"] = len(partials)
-    return to_bytes(header, [block.groups, block.valid, *partials, *result.slices])
+    return to_bytes(header, [block.groups, block.valid, *result.slices])
 
 
 def result_from_bytes(data: bytes) -> tuple[Block, BlockResult]:
     """Deserialize a block and its result from trusted bytes of `result_to_bytes`.
 
-    The block has no slices of its inputs, an encoded partial reduction is its codes,
-    and arrays are read-only views of `data`.
+    The block has no slices of its inputs, and arrays are read-only views of `data`.
     """
-    header, (groups, valid, *arrays) = from_bytes(data)
+    header, (groups, valid, *slices) = from_bytes(data)
     failed = {int(group): why for group, why in header["failed"].items()}
-    partials, slices = arrays[: header["partials"]], arrays[header["partials"] :]
-    result = BlockResult(partials, slices, failed, header["pid"], header["seconds"])
+    result = BlockResult([], slices, failed, header["pid"], header["seconds"])
     return Block(groups, valid, []), result

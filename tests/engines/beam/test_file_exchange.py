@@ -5,6 +5,7 @@ drjax.engines.slices.coordinates.
 """
 
 import collections
+import time
 from typing import Any
 
 import jax
@@ -229,6 +230,43 @@ def test_a_dropped_group_gives_nan_to_others():
     expected, _ = in_process.compile(plan, on_error="drop", check_nans=True)(x)
     np.testing.assert_array_equal(result, expected)
     assert 2 in run.report.dropped
+
+
+def test_slow_listings_are_rare():
+    """A tenth of the time, however long one takes; the last results count, too."""
+
+    class Slow(Files):
+        listings = 0
+
+        def listed(self, prefix):
+            self.listings += "/block-" in prefix
+            time.sleep(0.05)
+            return super().listed(prefix)
+
+    class Lasting(Exchange):
+        def start(self, stage_run, folder):
+            super().start(stage_run, folder)
+            last = stage_run.starts[-1]
+            (path,) = files.listed(f"{stage_run.folder}/block-{last:012}")
+            files.listings = 0
+            return Late(path, files.files.pop(path))
+
+    class Late(Done):
+        def __init__(self, *late):
+            self.end_time, self.late = time.monotonic() + 1.5, late
+
+        def wait(self, seconds):
+            time.sleep(min(seconds, max(0, self.end_time - time.monotonic())))
+            if time.monotonic() < self.end_time:
+                return False
+            files.write(*self.late)
+            return True
+
+    files = Slow()
+    plan = drjax.make_plan(drjax.program(clients=4)(drjax.reduce_sum))(np.ones(4, "f"))
+    run = Runner(plan, Lasting(1, files), EngineOptions.checked(block_size=2))
+    assert run(np.arange(4, dtype=np.float32)) == 6
+    assert 2 <= files.listings <= 5
 
 
 @pytest.mark.parametrize("workers", [0, -1, 2.5, "2", None, True])

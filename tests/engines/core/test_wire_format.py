@@ -7,9 +7,7 @@ import ml_dtypes
 import numpy as np
 
 from drjax.engines.core import wire_format
-from drjax.engines.core.encoded_partials import EncodedPartial
 from drjax.engines.core.messages import Block, BlockResult
-from drjax.plan import Wire
 
 
 def same(x, y):
@@ -35,23 +33,12 @@ def test_arrays_of_any_dtype_and_order():
 
 def test_results_of_blocks():
     block = Block(np.array([4, 7], np.int32), np.array([True, False]), [np.ones(2)])
-    codes = np.arange(3, dtype=np.uint8)
-    encoded = EncodedPartial(codes, Wire("int8", 2), (2,))
     slices, partial = [np.arange(4.0).reshape(2, 2)], np.array([1, 2], np.float32)
-    result = BlockResult([partial, encoded], slices, {7: "why"}, 5, 0.25, "a piece")
+    result = BlockResult([partial, None], slices, {7: "why"}, 5, 0.25, "a piece")
     data = wire_format.result_to_bytes(block, result)
     groups, done = wire_format.result_from_bytes(data)
     same(groups.groups, block.groups)
     same(groups.valid, block.valid)
-    assert groups.slices == [] and done.piece is None
+    assert groups.slices == [] and done.piece is None and done.partials == []
     assert (done.failed, done.pid, done.seconds) == ({7: "why"}, 5, 0.25)
-    for x, y in zip(done.partials, [partial, codes], strict=True):
-        same(x, y)
     same(done.slices[0], slices[0])
-
-
-def test_a_block_without_groups_has_no_partials():
-    block = Block(np.array([4], np.int32), np.array([False]), [])
-    result = BlockResult([None, None], [], {4: "no data"})
-    _, done = wire_format.result_from_bytes(wire_format.result_to_bytes(block, result))
-    assert done.partials == [] and done.failed == {4: "no data"}
