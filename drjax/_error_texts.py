@@ -58,6 +58,10 @@ _HDF5 = (
     "Groups(x), which reads a data set of n rows group by group, or "
     "Groups([*file.values()])"
 )
+_DATASET = (
+    "A dataset of Ray Data is an argument of what drjax.backends.ray.compile returns. "
+    "Elsewhere pass Groups(dataset.iter_rows), which reads it here, or arrays"
+)
 _MAPPING = (
     "The keys of a dict are not the groups: pass Groups([*clients.values()]), with "
     "one pytree of arrays for each group, in their order"
@@ -75,6 +79,8 @@ def where_it_goes(x: object) -> str | None:
         return _GROUPBY
     if names & {"pandas.DataFrame", "polars.DataFrame", "pyarrow.Table"}:
         return _FRAME
+    if "ray.Dataset" in names:
+        return _DATASET
     if any(name.startswith("h5py.") for name in names):
         return _HDF5
     return None

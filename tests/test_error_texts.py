@@ -174,6 +174,7 @@ TABLES = {
     "A DataFrame is no array: pass": fake("pandas.core.frame", "DataFrame"),
     "A groupby is no array: give": fake("pandas.core.groupby", "DataFrameGroupBy"),
     "An h5py object is no array: read": fake("h5py._hl.group", "Group"),
+    "A dataset of Ray Data is an argument of what": fake("ray.data.dataset", "Dataset"),
 }  # fmt: skip
 
 

@@ -109,6 +109,7 @@ TABLES = (
     "drjax/_planner/unbatching/rules.py",  # row-major order
     "drjax/engines/slices/arrow_columns.py",
     "drjax/engines/slices/parquet.py",
+    "drjax/engines/ray/dataset_rows.py",
     "drjax/engines/slices/rows_by_key.py",
     "examples/reproductions/analytics.py",
     "examples/common/",
@@ -117,6 +118,7 @@ TABLES = (
     "experiments/",
     "tests/engines/beam/test_beam.py",
     "tests/engines/slices/test_parquet.py",
+    "tests/engines/ray/test_dataset_rows.py",
     "tests/engines/slices/test_rows_by_key.py",
     "tests/engines/ray/test_ray.py",
     "tests/helpers/cases.py",

@@ -151,6 +151,8 @@ class Runner:
         self._canceled, self._count = threading.Event(), engine.workers
         self.engine_cache: dict[str, Any] = {}
         self._named: list[Groups] = []  # whose data the latest call reads
+        # Of an engine that has data sets of its own, as Ray has.
+        self._as_groups = getattr(engine, "as_groups", lambda x: x)
 
     def name_of(self, group: int) -> str:
         """Return what the data of the latest call name a group; empty: nothing."""
@@ -164,6 +166,8 @@ class Runner:
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
         # Around the arguments too: without x64, 64-bit ones would be cast to 32 bits.
         with self.executable.precision():
+            args = tuple(map(self._as_groups, args))
+            kwargs = {k: self._as_groups(x) for k, x in kwargs.items()}
             args, kwargs, handles = self.kept.open(args, kwargs)
             plan = for_arguments(self.plan, args, kwargs)
             inputs = flat_slices(plan, args, kwargs)
@@ -392,7 +396,7 @@ class Runner:
           1.5 1.5
         """
         with self.executable.precision():
-            return jax.tree.map(_constant, data)
+            return jax.tree.map(lambda x: _constant(self._as_groups(x)), data)
 
     def close(self) -> None:
         """End the workers, and clear `engine_cache`.

@@ -20,8 +20,10 @@ when a call fails goes on to its end.
 import itertools
 import os
 import pickle
+import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -39,6 +41,7 @@ from drjax.engines.core.messages import Block, BlockResult, Task, WorkerState
 from drjax.engines.core.options import EngineOptions, checked_integer
 from drjax.engines.core.protocols import Lost, Results, StageCall
 from drjax.engines.ray.actor import Message, Stored, Worker, without_slices
+from drjax.engines.ray.dataset_rows import DatasetRows, rows_of
 from drjax.engines.ray.metrics import Metrics
 from drjax.engines.ray.placement import Placement
 from drjax.engines.ray.process_exit import ListeningProcess
@@ -75,7 +78,8 @@ def compile(
     """A function that runs the plan on Ray.
 
     Ray is started on this machine, unless the process is connected already or an
-    address is given.
+    address is given. An argument whose values are all partitioned may also be a
+    `ray.data.Dataset` with one record for each group, in their order.
 
     Args:
       plan: The plan.
@@ -317,8 +321,11 @@ class Actors(Keeping):
         self.generation, self.stays = 0, "kept"
         self.observers = [Metrics()]
         self._options: dict[str, Any] = ray_options or {}
-        self._connection = _Connection(address, self._reset)
+        self._connection = _Connection(address, self._forget)
         self._ray = self._connection.module
+        # By dataset of Ray Data its data in Ray's store. It is not of the actors: those
+        # that start later read it, too.
+        self._datasets = weakref.WeakKeyDictionary[Any, DatasetRows]()
         self._reset()
 
     def _reset(self, limit: float = 0) -> None:
@@ -339,6 +346,11 @@ class Actors(Keeping):
         # By the handle of a task in flight: its slices that stay, and its partial
         # reductions, if they are apart.
         self._own: dict[Any, tuple[Any, Any]] = {}
+
+    def _forget(self) -> None:
+        """Clear all records: of actors, and of what is in Ray's store."""
+        self._datasets.clear()
+        self._reset()
 
     # -----------------------------------------------------------------------------
     # Workers
@@ -383,7 +395,8 @@ class Actors(Keeping):
         options = {"num_cpus": 1, **environment, **devices, **self._options}
         # A second thread in each actor, to answer `state` while `run` runs.
         kind = ray.remote(concurrency_groups={"asked": 1})(Worker)
-        # No restarts by Ray: a new actor must be sent the plan file again.
+        # No restarts by Ray: a new actor must be sent the plan file again, and Ray's
+        # retries of a task wait for the actor that had it.
         actor = kind.options(max_restarts=0, **options).remote()
         self._starting[_ask(actor.state)] = actor
 
@@ -447,6 +460,19 @@ class Actors(Keeping):
         self._placement.remove(actor)
         self._start()
 
+    def as_groups(self, x: Any) -> Any:
+        """Return a `ray.data.Dataset` as `Groups`, and others as they are."""
+        data = sys.modules.get("ray.data")  # else there is no dataset
+        if data is None or not isinstance(x, data.Dataset):
+            return x
+        ray = self._connection.live()
+        if x not in self._datasets:
+            # Of this process's workers: others may end, or be moved.
+            taken = self._options.get("num_cpus", 1) * self.working
+            cpus = ray.cluster_resources().get("CPU", 0) - taken
+            self._datasets[x] = rows_of(x, cpus)
+        return self._datasets[x]
+
     def check_mesh(self, axes: MeshAxes) -> None:
         fix = f"Pass devices_per_group={devices_of(axes)}."
         if text := lack_of_devices(axes, self.devices, "each worker", fix):
@@ -476,7 +502,7 @@ class Actors(Keeping):
         actors = [*self._placement.workers, *self._starting.values()]
         for actor in actors if self._ray.is_initialized() else ():
             self._ray.kill(actor)
-        self._reset()
+        self._forget()
         self._connection.close()
 
     # -----------------------------------------------------------------------------

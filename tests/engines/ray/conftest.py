@@ -15,6 +15,7 @@ MARKS = [
     # Ray 2.55's own, which Flower's simulation needs:
     pytest.mark.filterwarnings("ignore:Tip. In future versions of Ray"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context"),
 ]
 
 

@@ -94,6 +94,30 @@ def test_a_lost_node_is_not_waited_for(cluster, plan):
         assert not changes
 
 
+def test_a_dataset_outlives_the_machine_that_had_it(cluster):
+    """Ray computes again what only the lost node had."""
+    data = importlib.import_module("ray.data")
+    node = {**NODE, "num_cpus": 2, "resources": {"there": 1}}
+
+    def read(batch):
+        x = np.repeat(batch["id"].astype(np.float32)[:, None], 50_000, 1)
+        return {"x": x}
+
+    numbers = data.range(N, override_num_blocks=4)
+    records = numbers.map_batches(read, resources={"there": 0.01})
+    total = drjax.program(clients=N)(drjax.reduce_sum)
+    plan = drjax.make_plan(total)(np.zeros((N, 50_000), np.float32))
+    options = {"workers": 1, "ray_options": {"resources": {"there": 0.5}}}
+    other = cluster.add_node(**node)
+    with ray.compile(plan, block_size=2, **options) as run:
+        for lost in (False, True):
+            if lost:
+                cluster.remove_node(other)
+                cluster.add_node(**node)
+            np.testing.assert_array_equal(run(records), np.full(50_000, 28))
+        assert run.report.lost
+
+
 def test_a_call_begins_with_the_least(cluster, plan):
     seen = []
     options = {"block_size": 1, "observers": [seen.append]}
