@@ -36,7 +36,7 @@ from drjax._planner.partitioning.kind import signature
 from drjax._planner.unbatching.rules import UNBATCHING_RULES
 from drjax._primitives import segments
 from drjax.backends import Groups
-from drjax.backends.xla import reuse_accumulators
+from drjax.backends.xla import idle_chunks, reuse_accumulators
 from drjax.backends.xla.chunked_stage import ChunkedStage
 from tests.helpers.batches import batches_of
 from tests.helpers.exchanges import exchanges_of_large_programs
@@ -92,6 +92,7 @@ def check(program: Program) -> None:
         mock.patch.object(checkpoint_loops, "_rounds_of_segment", segment),
         strict(program.dtype == "float64"),
         mock.patch.object(reuse_accumulators, "LARGE", large),
+        mock.patch.object(idle_chunks, "LEAST_WORK", 0),
         # As for many groups: sums by segment in buckets.
         mock.patch.multiple(segments, _MANY_GROUPS=2, _MEMORY=8),
         exchanges_of_large_programs(program.seed % 2 == 1),
@@ -209,6 +210,7 @@ def choices():
         counted(work, "_cut", lambda _, states: ["state"] * len(states)),
         counted(rematerialize_loops._ScanPair, "rewritten", of_scans),
         counted(ChunkedStage, "_updated", lambda _, x: ["in place"] * len(x)),
+        counted(ChunkedStage, "_unless_idle", lambda *_: ["left out"]),
         counted(segments, "buckets_of_groups", lambda _, x: [f"{x} buckets"]),
         counted(segments.InSegments, "only_in", lambda *_: ["one slice"]),
         counted(max_and_min, "_first", lambda *_: ["fold of pairs"]),

@@ -60,6 +60,7 @@ from drjax.backends.xla.fold_states import (
     RunningFold,
     split_states,
 )
+from drjax.backends.xla.idle_chunks import Decision, decision
 from drjax.backends.xla.inner_programs import (
     OfOneGroup,
     Slices,
@@ -125,6 +126,22 @@ class ChunkedStage:
         self._partitioned = [True, *(v.partitioned for v in stage.inputs)]
         self._axes = [0 if p else None for p in self._partitioned]
         self._effects = _compat.effects_of(stage.jaxpr)
+        self._decision = self._decide_by()
+
+    def _decide_by(self) -> Decision | None:
+        """Find what decides whether a chunk has work, if its results are only added.
+
+        None if all chunks have. Of a model that is divided over other axes, devices
+        exchange parts while they work: all of them have to.
+        """
+        stage, mesh = self.stage, self.layout.mesh
+        plain = stage.exported is None and self._inner is None and not self._effects
+        summed = all(REDUCE_OPS[r.op].additive for r in self.reduces)
+        if not (plain and summed and self.reduces) or self.folds or self.kept:
+            return None
+        if mesh is not None and {*mesh.axis_names} - {*self.layout.axes}:
+            return None
+        return decision(stage.jaxpr, tuple(sorted({*self._sources})))
 
     def _find_placed(self) -> dict[int, tuple[int, PlacedOutput]]:
         """Find the outputs to reduce by segment; let the jaxpr return their parts."""
@@ -371,6 +388,8 @@ class ChunkedStage:
                 args,
                 self._partitioned,
             )
+        elif self._decision is not None and not alone:
+            outs = self._unless_idle(self._decision, batch(count), args)
         else:
             outs = batch(count)(*args)
         summed = {}
@@ -389,6 +408,30 @@ class ChunkedStage:
             states = [outs[i] for i in chosen]
             totals.append(work.of_chunk(states, self.layout, indices))
         return totals, [outs[i] for i in self._kept]
+
+    def _unless_idle(
+        self, decision: Decision, work: Callable[..., list[Array]], args: list[Array]
+    ) -> list[Array]:
+        """Run the work of a chunk if one of its groups has any; else return zeros.
+
+        `args` are those of `work`, for the groups of the chunk.
+        """
+        count = args[0].shape[0]
+        has_work = over_groups(
+            self.stage, lambda *xs: decision.has_work(xs), count, self._axes
+        )
+        some, *always = has_work(*args)
+        # A slice that is in no segment is not read.
+        nowhere = {first: max(x.num, 1) for first, x in self._placed.values()}
+
+        def idle() -> list[Array]:
+            outs = jax.eval_shape(work, *args)
+            return [full_of_type(y, nowhere.get(i, 0)) for i, y in enumerate(outs)]
+
+        outs = lax.cond(jnp.any(some), lambda: work(*args), idle)
+        for i, x in zip(decision.always, always, strict=True):
+            outs[i] = x.astype(outs[i].dtype)
+        return outs
 
     def _slots(
         self, x: Slices, start: Array, indices: Array, lazy: bool, first: Array | None

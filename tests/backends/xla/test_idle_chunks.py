@@ -1,0 +1,125 @@
+"""Chunks of groups that only add zeros do no work.
+
+Covers: drjax.backends.xla.idle_chunks, drjax.backends.xla.chunked_stage.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import drjax
+from drjax.backends.xla import idle_chunks
+from tests.helpers.cases import checkerboard
+from tests.helpers.meshes import in_mesh, make_mesh
+
+N, SIZE = 12, 8
+W = jnp.asarray(np.random.RandomState(0).randn(SIZE, SIZE), jnp.float32)
+X = jnp.asarray(np.random.RandomState(1).randn(N, 4, SIZE), jnp.float32)
+program = drjax.program(clients=N)
+
+
+@pytest.fixture(autouse=True)
+def little_work(monkeypatch):
+    monkeypatch.setattr(idle_chunks, "LEAST_WORK", 0)
+
+
+def slices(w, x, calls=None):
+    def work(w, x, i):
+        h = jnp.tanh(jnp.tanh(x @ w) @ w)
+        if calls is None:
+            return h
+        one = jax.ShapeDtypeStruct((), jnp.float32)
+        record = lambda i: (calls.append(int(i)), np.float32(1))[1]
+        return h * jax.pure_callback(record, one, i, vmap_method="sequential")
+
+    return drjax.map_fn(work, (drjax.broadcast(w), x, drjax.partition_index()))
+
+
+def losses(y):
+    return drjax.map_fn(lambda y: jnp.sum(y**2), y)
+
+
+def total(y):
+    return sum(map(jnp.sum, jax.tree.leaves(y)))
+
+
+# Of the slices of all groups, which of them have work in the last round.
+PROGRAMS = {
+    "one": lambda y: drjax.select(y, jnp.int32(5)),
+    "two": lambda y: [drjax.select(y, jnp.int32(i)) for i in (2, 7)],
+    "a batch": lambda y: jax.vmap(lambda i: drjax.select(y, i))(jnp.array([2, 7])),
+    "a mask": lambda y: drjax.reduce_mean(y, where=jnp.arange(N) % 6 == 1),
+    "a maximum": lambda y: drjax.reduce_max(losses(y)),
+    "of segments": lambda y: drjax.reduce_sum(
+        y, by=jnp.arange(N) % 3, num=3, where=jnp.arange(N) % 6 == 1
+    ),
+    "the best": lambda y: drjax.select(y, drjax.reduce_argmin(losses(y))),
+    "all": drjax.reduce_mean,
+}
+
+
+def make(name, derived=jax.value_and_grad, calls=None):
+    return derived(program(lambda w, x: total(PROGRAMS[name](slices(w, x, calls)))))
+
+
+@checkerboard(4, name=list(PROGRAMS), step=[1, 5], mesh=[None, 4, 5])
+def test_values_and_gradients(name, step, mesh):
+    expected = jax.jit(make(name))(W, X)
+    with in_mesh(None if mesh is None else make_mesh({"clients": mesh})):
+        result = drjax.jit(make(name), groups_per_step=step)(W, X)
+    for x, y in zip(result, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name, step, groups",
+    [
+        ("one", 1, [5]),
+        ("one", 4, [4, 5, 6, 7]),
+        ("one", 5, [5, 6, 7, 8, 9]),
+        ("two", 1, [2, 7]),
+        ("a batch", 1, [2, 7]),
+        ("a mask", 1, [1, 7]),
+        ("of segments", 1, [1, 7]),
+        ("all", 1, [*range(N)]),
+    ],
+)
+def test_the_groups_that_work(name, step, groups):
+    calls: list[int] = []
+    run = drjax.jit(make(name, lambda f: f, calls), groups_per_step=step)
+    jax.block_until_ready(run(W, X))
+    assert sorted(calls) == groups
+
+
+def test_nothing_of_other_groups_leaks():
+    broken = X.at[3].set(jnp.nan)
+    run = drjax.jit(make("one"), groups_per_step=1)
+    for x, y in zip(run(W, broken), run(W, X), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def count(jaxpr_of, name):
+    return str(jaxpr_of).count(f"{name}[")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_where_there_is_a_branch(name, monkeypatch):
+    branches = lambda step: jax.make_jaxpr(
+        lambda w, x: drjax.backends.xla.compile(plan, groups_per_step=step)(w, x)
+    )(W, X)
+    plan = drjax.make_plan(make(name))(W, X)
+    assert bool(count(branches(1), "cond")) == (name != "all")
+    # All groups of a device at once have no chunks.
+    assert not count(branches(None), "cond")
+    monkeypatch.setattr(idle_chunks, "LEAST_WORK", 1e9)
+    idle_chunks.decision.cache_clear()
+    assert not count(branches(1), "cond")
+
+
+def test_devices_that_share_a_model_all_work():
+    mesh = make_mesh({"clients": 2, "model": 2})
+    with in_mesh(mesh):
+        plan = drjax.make_plan(make("one"))(W, X)
+        run = drjax.backends.xla.compile(plan, groups_per_step=1)
+        assert not count(jax.make_jaxpr(run)(W, X), "cond")
