@@ -124,6 +124,8 @@ def _plan_of(jaxpr: ClosedJaxpr, options: Options) -> Plan:
             undeclared,
             rematerialize=bool(options.rematerialize),
             checkpoints=options.checkpoints,
+            # Chunk by chunk.
+            skips=bool(options.rematerialize),
         )
 
 

@@ -17,7 +17,9 @@ own maximum needs no copy.
 
 Invariants: the set is closed backward over such equations. Sharp edges: a sum or a mean
 rounds and is not observable bit by bit, unless its operand selects values (`select_n`):
-then it may be the choice of one group.
+then it may be the choice of one group. Where that is skipped in
+chunks (`chosen=False`), it is rematerialized all the same, unless something compares the
+sum (`compared.py`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -31,6 +33,7 @@ from drjax._compat.jax_types import Literal
 from drjax._compat.types import Atom, ClosedJaxpr, Eqn, OpenJaxpr, Var
 from drjax._jaxprs.elementwise import ELEMENTWISE
 from drjax._jaxprs.walk import CALLS, definitions, split_while, variables
+from drjax._planner.compared import is_only_added
 from drjax._planner.inline import CONTROL, InlinedJaxpr
 from drjax._primitives.moves import MOVES
 from drjax._primitives.reduce_ops import of_primitive
@@ -69,7 +72,7 @@ _COPIES = {
 }
 
 
-def bitwise_observable(program: InlinedJaxpr) -> frozenset[Var]:
+def bitwise_observable(program: InlinedJaxpr, chosen: bool = True) -> frozenset[Var]:
     """Find the variables whose exact bits a program may compare with other values.
 
     They must not be rematerialized, as a compiler may round differently a second time.
@@ -86,6 +89,8 @@ def bitwise_observable(program: InlinedJaxpr) -> frozenset[Var]:
     without those that such equations alone compute from arguments, or from others of no
     more bytes (`_exact`), unless they are moved and so saved themselves. Those of the
     bodies of its loops are not among them: each body is an inlined jaxpr of its own.
+
+    Not `chosen`: nor are those that a sum may select, if nothing compares it.
     """
     definition = definitions(program.eqns)
     observable: set[Any] = set()
@@ -96,7 +101,10 @@ def bitwise_observable(program: InlinedJaxpr) -> frozenset[Var]:
             # select_n makes.
             selected = copies or (op is not None and op.selects)
             aliases = _aliases(definition, eqn.invars[0], selected)
-            observable |= {var for var, selected in aliases if selected}
+            exposed = {var for var, selected in aliases if selected}
+            again = not chosen and not selected and exposed.isdisjoint(program.outvars)
+            if not (again and is_only_added(program.eqns, eqn.outvars[0])):
+                observable |= exposed
         elif eqn.primitive is primitives.reduce_fold_p:
             # The function of two states may choose one of them.
             for operand in eqn.invars:

@@ -73,19 +73,22 @@ class PlanSignature:
 
 
 def build_plan(
-    kinds: Environment, signature: PlanSignature, rematerialize: bool
+    kinds: Environment,
+    signature: PlanSignature,
+    rematerialize: bool,
+    skips: bool = False,
 ) -> Plan:
     """Build the plan of an inlined jaxpr: split the jaxpr at its communication.
 
     `rematerialize` says whether a round rematerializes the results of earlier rounds
     that it needs, instead of each group saving them. Never rematerialized are equations
     with effects, and bitwise-observable variables: those whose exact bits the program
-    may compare.
+    may compare. `skips`: as in `LocalWork`.
     """
     program, result_kinds = kinds.program, signature.result_kinds
     rounds = RoundAssignment(kinds)
     values = StageValues(kinds, signature.arguments, signature.results)
-    work = LocalWork(kinds, rounds, values, result_kinds, rematerialize)
+    work = LocalWork(kinds, rounds, values, result_kinds, rematerialize, skips)
     indices = range(work.num_rounds)
     # Local stages and loops first: they determine which global values are live.
     parts = [work.parts(index) for index in indices]
@@ -93,7 +96,10 @@ def build_plan(
     loops = [
         (
             *(_columns(e, values) for e in rounds.columns.get(i, ())),
-            *(_loop(e, kinds, values, rematerialize) for e in rounds.loops.get(i, ())),
+            *(
+                _loop(e, kinds, values, rematerialize, skips)
+                for e in rounds.loops.get(i, ())
+            ),
         )
         for i in indices
     ]
@@ -222,7 +228,11 @@ def _columns(eqn: Eqn, values: StageValues) -> Columns:
 
 
 def _loop(
-    eqn: Eqn, kinds: Environment, values: StageValues, rematerialize: bool
+    eqn: Eqn,
+    kinds: Environment,
+    values: StageValues,
+    rematerialize: bool,
+    skips: bool,
 ) -> Loop:
     """Build the `Loop` of a `scan`, `while`, `cond` or `program`.
 
@@ -251,6 +261,7 @@ def _loop(
             body,
             PlanSignature(f"{name} body {i}", arguments[i], results[i]),
             rematerialize,
+            skips,
         )
         for i, body in enumerate(loop.bodies)
     )

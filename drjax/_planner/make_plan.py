@@ -318,6 +318,7 @@ def plan_of_jaxpr(
     results: Sequence[str] = (),
     secure: bool = False,
     checkpoints: bool = False,
+    skips: bool = False,
 ) -> Plan:
     """Make the plan of a closed jaxpr, traced without a mesh: run all passes.
 
@@ -326,7 +327,8 @@ def plan_of_jaxpr(
     whether groups rematerialize what a later round or a backward loop needs of their
     work, instead of saving it. `secure` says whether sums of cotangents of a secure sum
     are secure in the plan; what runs in one process needs no such plan. `checkpoints`:
-    whether loops over rounds save the state of some rounds only. If mapped
+    whether loops over rounds save the state of some rounds only. `skips`: whether what
+    runs the plan skips the work of groups that only add zeros. If mapped
     functions of a local stage run programs themselves, its `Stage.inner` is the plan of
     the stage over the partition of these programs.
     """
@@ -347,7 +349,7 @@ def plan_of_jaxpr(
         results = results if out_tree is None else result_names(out_tree)
         signature = PlanSignature(name, names, result_kinds, results, in_tree, out_tree)
         with outside_meshes():
-            plan = build_plan(kinds, signature, rematerialize)
+            plan = build_plan(kinds, signature, rematerialize, skips)
         options = {"rematerialize": rematerialize, "checkpoints": checkpoints}
         make = functools.partial(plan_of_jaxpr, **options)
         return with_inner_plans(plan, make)

@@ -65,8 +65,10 @@ class LocalWork:
     """What the local stages of all rounds compute, by liveness across rounds.
 
     `rematerialize` says whether a round rematerializes the results of earlier rounds
-    that it needs, instead of each group saving them. `num_rounds` counts the rounds up
-    to the last that communicates or has a local stage.
+    that it needs, instead of each group saving them. `skips`: where groups only add
+    zeros, they do not work; so the work of a chosen group is done again, too.
+    `num_rounds` counts the rounds up to the last that communicates or has a local
+    stage.
     """
 
     def __init__(
@@ -76,11 +78,12 @@ class LocalWork:
         values: StageValues,
         result_kinds: Sequence[Kind],
         rematerialize: bool,
+        skips: bool = False,
     ):
         self._kinds, self._rounds, self._values = kinds, rounds, values
         self._results = list(zip(kinds.program.outvars, result_kinds, strict=True))
         self._rematerialize = rematerialize
-        self._observable = bitwise_observable(kinds.program)
+        self._observable = bitwise_observable(kinds.program, chosen=not skips)
         # What is before a fence is not done again behind it.
         self._before_fences = {
             v

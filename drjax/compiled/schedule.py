@@ -22,10 +22,15 @@ _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 
 
 class Schedule:
-    """The order of a program's instructions, and how much each computes."""
+    """The order of a program's instructions, and how much each computes.
 
-    def __init__(self, module: Module) -> None:
-        self._module = module
+    `of_branches` combines the counts of the branches of a conditional.
+    """
+
+    def __init__(
+        self, module: Module, of_branches: Callable[[list[int]], int] = min
+    ) -> None:
+        self._module, self._of_branches = module, of_branches
         # A module that is not scheduled has its instructions in any order.
         self._known = module.scheduled
         self._position = {
@@ -95,7 +100,8 @@ class Schedule:
         """Count the operations of matrix products and convolutions, loops included.
 
         A product of two numbers and its addition count as two. Of the branches of a
-        conditional the one with the fewest counts. None: a trip count is not known.
+        conditional, by default the one with the fewest counts. None: a trip count is
+        not known.
         """
         return _total(map(self._flops_of, instructions))
 
@@ -107,7 +113,9 @@ class Schedule:
                 for attribute, name in x.called
                 if attribute != "condition"
             ]
-            inside = _total(bodies, min if x.opcode == "conditional" else sum)
+            inside = _total(
+                bodies, self._of_branches if x.opcode == "conditional" else sum
+            )
             if x.opcode == "while" and inside:
                 times = self._module.trip_count(x)
                 inside = None if times is None else times * inside

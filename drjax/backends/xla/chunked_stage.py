@@ -12,6 +12,7 @@ Sharp edges: a stage from a plan file has its mask as an input and its own reduc
 one that was planned in this process is batched by `jax.vmap` here.
 """
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -131,15 +132,13 @@ class ChunkedStage:
     def _decide_by(self) -> Decision | None:
         """Find what decides whether a chunk has work, if its results are only added.
 
-        None if all chunks have. Of a model that is divided over other axes, devices
-        exchange parts while they work: all of them have to.
+        None if all chunks have. Devices that share the model of a group, over other
+        axes of the mesh, have the same groups, and exchange parts of it in one branch.
         """
-        stage, mesh = self.stage, self.layout.mesh
+        stage = self.stage
         plain = stage.exported is None and self._inner is None and not self._effects
         summed = all(REDUCE_OPS[r.op].additive for r in self.reduces)
         if not (plain and summed and self.reduces) or self.folds or self.kept:
-            return None
-        if mesh is not None and {*mesh.axis_names} - {*self.layout.axes}:
             return None
         return decision(stage.jaxpr, tuple(sorted({*self._sources})))
 
@@ -232,7 +231,12 @@ class ChunkedStage:
             # the scan some versions of the compiler copy them first.
             slots = slots_from(start, size)
             own = zip(arrays, self._lazy, padding, strict=True)
-            return [self._slots(x, start, slots, lazy, y) for x, lazy, y in own]
+            cuts = [
+                functools.partial(self._slots, x, start, slots, lazy, y)
+                for x, lazy, y in own
+            ]
+            # A chunk without work reads no data: then they are cut in a branch.
+            return cuts if self._decision is not None else [x() for x in cuts]
 
         def chunk(
             own: Sequence[Slices], start: Array, size: int
@@ -410,25 +414,28 @@ class ChunkedStage:
         return totals, [outs[i] for i in self._kept]
 
     def _unless_idle(
-        self, decision: Decision, work: Callable[..., list[Array]], args: list[Array]
+        self, decision: Decision, work: Callable[..., list[Array]], args: list
     ) -> list[Array]:
         """Run the work of a chunk if one of its groups has any; else return zeros.
 
-        `args` are those of `work`, for the groups of the chunk.
+        `args` are those of `work`, for the groups of the chunk, or functions that cut
+        them.
         """
-        count = args[0].shape[0]
-        has_work = over_groups(
-            self.stage, lambda *xs: decision.has_work(xs), count, self._axes
-        )
-        some, *always = has_work(*args)
+        resolved = lambda x: x() if callable(x) else x
+        used = [x for x, u in zip(args, decision.used, strict=True) if u]
+        axes = [x for x, u in zip(self._axes, decision.used, strict=True) if u]
+        batch = functools.partial(over_groups, self.stage, count=len(args[0]))
+        has_work = batch(lambda *xs: decision.has_work(xs), axes=axes)
+        some, *always = has_work(*(resolved(x) for x in used))
+        run = lambda: work(*map(resolved, args))
         # A slice that is in no segment is not read.
         nowhere = {first: max(x.num, 1) for first, x in self._placed.values()}
 
         def idle() -> list[Array]:
-            outs = jax.eval_shape(work, *args)
+            outs = jax.eval_shape(run)
             return [full_of_type(y, nowhere.get(i, 0)) for i, y in enumerate(outs)]
 
-        outs = lax.cond(jnp.any(some), lambda: work(*args), idle)
+        outs = lax.cond(jnp.any(some), run, idle)
         for i, x in zip(decision.always, always, strict=True):
             outs[i] = x.astype(outs[i].dtype)
         return outs

@@ -51,12 +51,11 @@ class Decision:
     always: Sequence[int]
 
     def has_work(self, args: Sequence[Array]) -> list[Array]:
-        """Decide for one group, from the inputs of the stage's jaxpr.
+        """Decide for one group, from those inputs of the stage's jaxpr that are used.
 
         The result is a bool `[]`, and then the results in `always`.
         """
-        own = [x for x, u in zip(args, self.used, strict=True) if u]
-        values = evaluate_on_mesh(self.jaxpr, own)
+        values = evaluate_on_mesh(self.jaxpr, args)
         fails = jnp.bool_(False)
         for value, condition in zip(values, self.case, strict=False):
             hits = value == jnp.asarray(condition.number, value.dtype)

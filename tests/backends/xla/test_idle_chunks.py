@@ -11,7 +11,7 @@ import pytest
 import drjax
 from drjax.backends.xla import idle_chunks
 from tests.helpers.cases import checkerboard
-from tests.helpers.meshes import in_mesh, make_mesh
+from tests.helpers.meshes import AUTO, EXPLICIT, in_mesh, make_mesh
 
 N, SIZE = 12, 8
 W = jnp.asarray(np.random.RandomState(0).randn(SIZE, SIZE), jnp.float32)
@@ -117,9 +117,16 @@ def test_where_there_is_a_branch(name, monkeypatch):
     assert not count(branches(1), "cond")
 
 
-def test_devices_that_share_a_model_all_work():
-    mesh = make_mesh({"clients": 2, "model": 2})
+@checkerboard(
+    2, step=[1, 2], name=["one", "a maximum", "the best"], kind=[AUTO, EXPLICIT]
+)
+def test_devices_that_share_a_model(step, name, kind):
+    expected = jax.jit(make(name))(W, X)
+    mesh = make_mesh({"clients": 2, "model": 2}, (AUTO, kind))
     with in_mesh(mesh):
-        plan = drjax.make_plan(make("one"))(W, X)
-        run = drjax.backends.xla.compile(plan, groups_per_step=1)
-        assert not count(jax.make_jaxpr(run)(W, X), "cond")
+        w = jax.device_put(W, jax.NamedSharding(mesh, jax.P(None, "model")))
+        run = drjax.jit(make(name), groups_per_step=step)
+        assert "conditional" in run.lower(w, X).compile().as_text()
+        result = run(w, X)
+    for x, y in zip(result, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)

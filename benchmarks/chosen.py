@@ -1,0 +1,246 @@
+"""Count what programs compute and keep that choose groups, against hand-written loops.
+
+    python -m benchmarks.chosen             # 64 and 256 groups
+    python -m benchmarks.chosen --quick     # 16 and 64 groups
+
+One device, one group at a time. Each row is a value and its gradient: the
+floating-point operations of matrix products that run, in units of a forward pass of all
+groups; the temporary memory; and the time. Hand-written code is a loop that keeps the
+index of the best group so far, and a derivative of the work of the chosen groups alone.
+Where a `lax.cond` decides about the work of a group, a branch counts as often as it
+runs. Times are medians of interleaved runs, relative to the hand-written code, with
+their quartiles. With `--out` the table goes to `chosen-jax-VERSION.md`.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from tqdm import tqdm
+
+import drjax
+from benchmarks import counts, report
+from drjax.compiled.hlo import Module
+from drjax.compiled.schedule import Schedule
+
+WIDTH, BATCH, OF_FORWARD = 64, 256, 4 * 64 * 64 * 256
+OURS, WRITTEN = "drjax.jit, 1", "hand-written"
+
+
+def _work(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.tanh(jnp.tanh(x @ w) @ w)
+
+
+def _loss(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.mean(_work(w, x) ** 2)
+
+
+def _slice_loss(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.sin(_work(w, x)))
+
+
+# -------------------------------------------------------------------------------------
+# Ours
+
+
+def _ours(n: int, combine: Callable) -> Callable:
+    @drjax.program(clients=n)
+    def program(w, x):
+        of_groups = lambda fn: drjax.map_fn(fn, (drjax.broadcast(w), x))
+        return combine(n, of_groups)
+
+    return jax.value_and_grad(program)
+
+
+def _worst_loss(n: int, of_groups: Callable) -> jax.Array:
+    return drjax.reduce_max(of_groups(_loss))
+
+
+def _best_slice(n: int, of_groups: Callable) -> jax.Array:
+    both = lambda w, x: (_work(w, x), _loss(w, x))
+    slices, losses = of_groups(both)
+    best = drjax.select(slices, drjax.reduce_argmin(losses))
+    return jnp.sum(jnp.sin(best))
+
+
+def _one_slice(n: int, of_groups: Callable) -> jax.Array:
+    return jnp.sum(jnp.sin(drjax.select(of_groups(_work), jnp.int32(n // 2))))
+
+
+def _two_slices(n: int, of_groups: Callable) -> jax.Array:
+    slices = of_groups(_work)
+    chosen = jax.vmap(lambda i: drjax.select(slices, i))(jnp.array([1, n // 2]))
+    return jnp.sum(jnp.sin(chosen))
+
+
+def _some_losses(n: int, of_groups: Callable) -> jax.Array:
+    return drjax.reduce_mean(of_groups(_loss), where=jnp.arange(n) % 8 == 3)
+
+
+def _all_losses(n: int, of_groups: Callable) -> jax.Array:
+    return drjax.reduce_mean(of_groups(_loss), where=jnp.arange(n) >= 0)
+
+
+# -------------------------------------------------------------------------------------
+# Hand-written: each from the model and the data to a value and its gradient
+
+
+def _index_of(better: Callable, w: jax.Array, x: jax.Array) -> jax.Array:
+    """The group with the best loss, found group by group."""
+
+    def step(carry: Any, item: Any) -> tuple[Any, None]:
+        (best, index), (i, x) = carry, item
+        loss = _loss(w, x)
+        first = better(loss, best) | (i == 0)
+        return (jnp.where(first, loss, best), jnp.where(first, i, index)), None
+
+    start = jnp.float32(0), jnp.int32(0)
+    return lax.scan(step, start, (jnp.arange(len(x)), x))[0][1]
+
+
+def _written_worst(w: jax.Array, x: jax.Array) -> Any:
+    return jax.value_and_grad(_loss)(w, x[_index_of(jnp.greater, w, x)])
+
+
+def _written_best(w: jax.Array, x: jax.Array) -> Any:
+    return jax.value_and_grad(_slice_loss)(w, x[_index_of(jnp.less, w, x)])
+
+
+def _written_one(w: jax.Array, x: jax.Array) -> Any:
+    return jax.value_and_grad(_slice_loss)(w, x[jnp.int32(len(x) // 2)])
+
+
+def _sum_over(fn: Callable, w: jax.Array, items: Any) -> Any:
+    """Add up pairs of a value and its gradient."""
+    add = lambda total, item: (jax.tree.map(jnp.add, total, fn(item)), None)
+    return lax.scan(add, (jnp.float32(0), jnp.zeros_like(w)), items)[0]
+
+
+def _written_two(w: jax.Array, x: jax.Array) -> Any:
+    each = lambda i: jax.value_and_grad(_slice_loss)(w, x[i])
+    return _sum_over(each, w, jnp.array([1, len(x) // 2]))
+
+
+def _written_mean(chosen: Callable) -> Callable:
+    def run(w: jax.Array, x: jax.Array) -> Any:
+        nothing = lambda w, x: (jnp.float32(0), jnp.zeros_like(w))
+        each = lambda item: lax.cond(
+            item[0], jax.value_and_grad(_loss), nothing, w, item[1]
+        )
+        mask = chosen(jnp.arange(len(x)))
+        total = _sum_over(each, w, (mask, x))
+        return jax.tree.map(lambda y: y / jnp.sum(mask), total)
+
+    return run
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is measured.
+
+    Attributes:
+      ours: From n, and from a function of the model and a group's data to its values in
+        all groups, to a number.
+      written: From the model and the data of all groups to a value and its gradient.
+      chosen: How many of n groups are chosen.
+    """
+
+    ours: Callable[[int, Callable], jax.Array]
+    written: Callable[[jax.Array, jax.Array], Any]
+    chosen: Callable[[int], int]
+
+
+TASKS = {
+    "the largest loss": Task(_worst_loss, _written_worst, lambda n: 1),
+    "the slices of the best group": Task(_best_slice, _written_best, lambda n: 1),
+    "the slices of one group": Task(_one_slice, _written_one, lambda n: 1),
+    "those of a batch of two": Task(_two_slices, _written_two, lambda n: 2),
+    "a mean over an eighth": Task(
+        _some_losses, _written_mean(lambda i: i % 8 == 3), lambda n: n // 8
+    ),
+    "a mean over a mask of all": Task(
+        _all_losses, _written_mean(lambda i: i >= 0), lambda n: n
+    ),
+}
+
+
+def passes(compiled: Any, n: int, chosen: int) -> float:
+    """Count the forward passes of n groups, where so many of these are chosen."""
+    module = Module(compiled.as_text())
+    entry = module.computations[module.entry]
+    least, most = (Schedule(module, of).flops(entry) for of in (min, max))
+    assert least is not None and most is not None, "the length of a loop is not known"
+    return (least + (most - least) * chosen / n) / (OF_FORWARD * n)
+
+
+def measure(
+    sizes: tuple[int, ...], runs: int, show_progress: bool = True
+) -> list[dict]:
+    """Compile and run all tasks, for each number of groups.
+
+    Returns:
+      A dict for each task, number of groups and implementation: `task`, `n`, `how`,
+      `passes`, `temp` in bytes, and `seconds` of each run.
+    """
+    rows = []
+    items = [(n, *item) for item in TASKS.items() for n in sizes]
+    for n, name, task in tqdm(items, disable=not show_progress):
+        keys = jax.random.split(jax.random.key(0))
+        w = jax.random.normal(keys[0], (WIDTH, WIDTH)) / WIDTH**0.5
+        x = jax.random.normal(keys[1], (n, BATCH, WIDTH))
+        ours = drjax.jit(_ours(n, task.ours), groups_per_step=1)
+        both = {OURS: ours, WRITTEN: jax.jit(task.written)}
+        compiled = {how: run.lower(w, x).compile() for how, run in both.items()}
+        seconds: dict[str, list[float]] = {how: [] for how in both}
+        for i in range(runs + 1):
+            for how in sorted(both, reverse=bool(i % 2)):
+                start = time.perf_counter()
+                jax.block_until_ready(compiled[how](w, x))
+                seconds[how].append(time.perf_counter() - start)
+        for how in both:
+            row = {"task": name, "n": n, "how": how, "seconds": seconds[how][1:]}
+            row["passes"] = passes(compiled[how], n, task.chosen(n))
+            row["temp"] = compiled[how].memory_analysis().temp_size_in_bytes
+            rows.append(row)
+    return rows
+
+
+def markdown(rows: list[dict]) -> str:
+    """The table of `measure`, with what it was measured on."""
+    body = []
+    for ours, written in zip(rows[::2], rows[1::2], strict=True):
+        pairs = zip(ours["seconds"], written["seconds"], strict=True)
+        ratios = [a / b for a, b in pairs]
+        low, middle, high = (
+            statistics.quantiles(ratios) if len(ratios) > 1 else ratios * 3
+        )
+        times = f"{middle:.2f} ({low:.2f} to {high:.2f})"
+        for row in (ours, written):
+            size = f"{row['n']}"
+            cells = [row["task"], size, row["how"], f"{row['passes']:.3f}"]
+            time_ = times if row is ours else ""
+            body.append([*cells, f"{row['temp']:,}", time_])
+    header = ["value and gradient of", "n", "written with", "forward passes"]
+    header += ["temporary bytes", "time"]
+    return (
+        f"JAX {jax.__version__}, one device of the CPU, groups of {BATCH} slices of "
+        f"{WIDTH} numbers. A slice of the work is {4 * BATCH * WIDTH:,} bytes, the "
+        f"model {4 * WIDTH**2:,}. Times are relative to the hand-written code.\n\n"
+        + report.table(header, body, keys=2)
+        + "\n"
+    )
+
+
+def main() -> None:
+    options = counts.parser(__doc__, "16 and 64 groups").parse_args()
+    sizes, runs = ((16, 64), 5) if options.quick else ((64, 256), 21)
+    counts.write(markdown(measure(sizes, runs)), options.out, "chosen")
+
+
+if __name__ == "__main__":
+    main()

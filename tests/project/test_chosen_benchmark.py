@@ -1,0 +1,38 @@
+"""Programs that choose groups: no more work than hand-written loops, but for rounds.
+
+Covers: benchmarks, drjax.backends.xla.idle_chunks.
+"""
+
+import pytest
+
+from benchmarks import chosen
+from benchmarks.chosen import OURS, WRITTEN
+
+N = 16
+# A forward pass of the chosen groups, where the server comes between it and the
+# backward pass.
+AGAIN = {
+    "the slices of the best group": 1,
+    "the slices of one group": 1,
+    "those of a batch of two": 2,
+    "a mean over an eighth": N // 8,
+    "a mean over a mask of all": N,
+}
+
+
+@pytest.fixture(scope="module")
+def rows():
+    rows = chosen.measure((N,), 1, show_progress=False)
+    return {(row["task"], row["how"]): row for row in rows}
+
+
+@pytest.mark.parametrize("task", chosen.TASKS)
+def test_no_more_work(rows, task):
+    ours, written = rows[task, OURS], rows[task, WRITTEN]
+    assert ours["passes"] == pytest.approx(written["passes"] + AGAIN.get(task, 0) / N)
+    model, slices = 4 * chosen.WIDTH**2, 4 * chosen.BATCH * chosen.WIDTH
+    assert ours["temp"] <= written["temp"] + 2 * model + 2.5 * slices
+
+
+def test_the_table(rows):
+    assert chosen.markdown([*rows.values()]).count("\n") == 4 + 2 * len(chosen.TASKS)
