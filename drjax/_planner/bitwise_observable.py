@@ -17,9 +17,8 @@ own maximum needs no copy.
 
 Invariants: the set is closed backward over such equations. Sharp edges: a sum or a mean
 rounds and is not observable bit by bit, unless its operand selects values (`select_n`):
-then it may be the choice of one group. Where that is skipped in
-chunks (`chosen=False`), it is rematerialized all the same, unless something compares the
-sum (`compared.py`).
+then it may be the choice of one group. Where that is skipped in chunks (not `chosen`),
+it is rematerialized all the same, unless something compares the sum (`compared.py`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Set

@@ -92,7 +92,7 @@ def check(program: Program) -> None:
         mock.patch.object(checkpoint_loops, "_rounds_of_segment", segment),
         strict(program.dtype == "float64"),
         mock.patch.object(reuse_accumulators, "LARGE", large),
-        mock.patch.object(idle_chunks, "LEAST_WORK", 0),
+        mock.patch.multiple(idle_chunks, LEAST_WORK=0, TO_DECIDE=1),
         # As for many groups: sums by segment in buckets.
         mock.patch.multiple(segments, _MANY_GROUPS=2, _MEMORY=8),
         exchanges_of_large_programs(program.seed % 2 == 1),

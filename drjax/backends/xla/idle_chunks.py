@@ -28,7 +28,7 @@ from drjax._sharding.eval_on_mesh import evaluate_on_mesh
 # Operations of one group: of fewer, a branch takes as long.
 LEAST_WORK = 50_000
 # What may be computed to decide, as a part of the work.
-_TO_DECIDE = 1 / 16
+TO_DECIDE = 1 / 16
 # What data are read by, and results written, in the order of chunks.
 _IN_ORDER = ("drjax_read_groups", "drjax_write_groups")
 
@@ -87,7 +87,7 @@ def decision(jaxpr: ClosedJaxpr, outputs: tuple[int, ...]) -> Decision | None:
         variables = [*(c.var for c in conditions), *computed]
         own, used = _compat.select_outputs(jaxpr, variables)
         to_decide = _operations(own)
-        if conditions and to_decide <= work * _TO_DECIDE:
+        if conditions and to_decide <= work * TO_DECIDE:
             key = to_decide, [*map(order, conditions)]
             choices.append((key, Decision(own, used, conditions, always)))
     return min(choices, key=lambda pair: pair[0])[1] if choices else None
