@@ -25,7 +25,7 @@ from drjax._context import in_chunks, resized
 from drjax._errors import DrjaxError, DrjaxTypeError, DrjaxValueError
 from drjax._jaxprs.walk import deep_equations
 from drjax._jit import lazy_arguments
-from drjax._jit.at_once import AtOnce
+from drjax._jit.fitting import Fitted, Fitting
 from drjax._jit.jit_primitive import (
     Options,
     plan_of,
@@ -222,17 +222,16 @@ def jit(
     rematerialize = None if residuals is None else residuals == "recompute"
     paths = None if written is None else tuple(written.targets)
     options = rematerialize, checkpoints is not None, paths
-    planned, at_once = _planned(fn, (groups, *options)), None
-    variants = [planned]
+    planned, fitting = _planned(fn, (groups, *options)), None
     if isinstance(groups, step_size.Fit):
-        every = _planned(fn, (None, *options))
-        variants.append(every)
+        own = functools.partial(_fixed, planned, jit_kwargs)
         asked = _asked(fn, groups, *options, *sorted(jit_kwargs.items()))
-        at_once = AtOnce(every, groups.budget, jit_kwargs, asked)
-    jitted = _Jit(fn, jax.jit(planned, **jit_kwargs), at_once, progress)
+        fitting = Fitting(own, residuals, groups.budget, asked)
+    jitted = _Jit(fn, jax.jit(planned, **jit_kwargs), fitting, progress)
     if written is None:
         return jitted
-    return _Writing(jitted, written, variants)
+    assert planned.written is not None
+    return _Writing(jitted, written, planned.written)
 
 
 class _Wrapper:
@@ -263,14 +262,14 @@ class _Wrapper:
 class _Jit(_Wrapper):
     """A `jax.jit` that also takes `Groups` as arguments.
 
-    `at_once` is that of all groups at once, to run where these fit in memory.
+    `fitting` has those of fixed numbers of groups at once, of which one fits in memory.
     """
 
     def __init__(
-        self, fn: Callable, jitted: Any, at_once: AtOnce | None, progress: bool = False
+        self, fn: Callable, jitted: Any, fitting: Fitting | None, progress: bool = False
     ) -> None:
         super().__init__(fn, jitted)
-        self._at_once, self._progress = at_once, progress
+        self._fitting, self._progress = fitting, progress
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -284,11 +283,9 @@ class _Jit(_Wrapper):
         )
 
     def _chosen(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The `jax.jit` of all groups at once, if they fit; else of as many as fit."""
-        at_once = self._at_once
-        if at_once is not None and at_once.fits(args, kwargs):
-            return at_once.call
-        return self._jitted
+        """The `jax.jit` of as many groups at once as fit, if that is asked for."""
+        chosen = self._fitting and self._fitting.chosen(args, kwargs)
+        return chosen or self._jitted
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         def lower(*args: Any, **kwargs: Any) -> jax.stages.Lowered:
@@ -304,6 +301,10 @@ class _Jit(_Wrapper):
 
     def chosen(self, args: tuple, kwargs: dict[str, Any]) -> str:
         """Write how many groups run at once and what is saved, for `drjax.check`."""
+        if self._fitting is not None and not lazy_arguments.has_groups(args, kwargs):
+            fitted = self._fitting.asked(args, kwargs)
+            if fitted is not None:
+                return fitted.text
         jaxpr = self.trace(*args, **kwargs).jaxpr
         calls = [eqn for eqn in deep_equations(jaxpr) if eqn.primitive is planned_p]
         choices = (plan_to_run(e.params["jaxpr"], e.params["options"]) for e in calls)
@@ -316,16 +317,25 @@ class _Jit(_Wrapper):
 
 
 class _Writing(_Wrapper):
-    """A `_Jit` that writes results, as `out` says; it runs one of `variants`."""
+    """A `_Jit` that writes results, as `out` says."""
 
-    def __init__(self, jitted: _Jit, out: Out, variants: list["_Planned"]) -> None:
+    def __init__(self, jitted: _Jit, out: Out, written: Written) -> None:
         super().__init__(jitted.__wrapped__, jitted)
-        self._out, self._variants = out, variants
+        self._out, self._written = out, written
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = lambda: self._jitted(*args, **kwargs)
-        written = [x.written for x in self._variants if x.written is not None]
-        return self._out.call(written, run)
+        return self._out.call(self._written, lambda: self._jitted(*args, **kwargs))
+
+
+def _fixed(
+    planned: "_Planned",
+    jit_kwargs: dict[str, Any],
+    size: int | None,
+    residuals: str | None,
+) -> Any:
+    """The `jax.jit` of `size` groups at once; None: of all."""
+    rematerialize = None if residuals is None else residuals == "recompute"
+    return jax.jit(planned.with_options(size, rematerialize), **jit_kwargs)
 
 
 def _compiled(
@@ -355,15 +365,16 @@ class _Planned:
     `jax.jit` caches what it compiles by the identity of this object. `fn()` returns the
     function. It is a weak reference if this object is cached: then the function is kept
     alive by the result of `drjax.jit`. The options are those of
-    `jit_primitive.Options`.
+    `jit_primitive.Options`. `written` has the results to write, if any: the same for
+    all numbers of groups at once, of which a call runs one.
     """
 
     __slots__ = ("__name__", "__weakref__", "_fn", "_options", "written")
 
-    def __init__(self, fn: Callable[[], Callable], options: _OfPlan) -> None:
-        self._fn, self._options = fn, options
-        *_, paths = options
-        self.written = None if paths is None else Written(paths)
+    def __init__(
+        self, fn: Callable[[], Callable], options: _OfPlan, written: Written | None
+    ) -> None:
+        self._fn, self._options, self.written = fn, options, written
         self.__name__ = function_name(getattr(fn(), "__name__", "program"))
 
     @property
@@ -374,7 +385,12 @@ class _Planned:
         return f"drjax.jit({self.__name__})"
 
     def __reduce__(self) -> tuple[Callable, tuple]:
-        return _unpickled, (self._fn(), self._options)
+        return _unpickled, (self._fn(), self._options, self.written)
+
+    def with_options(self, size: int | None, rematerialize: bool | None) -> "_Planned":
+        """Return that of the same function for another number of groups at once."""
+        options = size, rematerialize, *self._options[2:]
+        return _planned(self._fn(), options, self.written)
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Trace and plan the function for these arguments, and bind `planned_p`.
@@ -439,26 +455,34 @@ class _Planned:
 _cache: Any = weakref.WeakKeyDictionary()
 
 
-def _planned(fn: Callable, options: _OfPlan) -> _Planned:
+def _planned(
+    fn: Callable, options: _OfPlan, written: Written | None = None
+) -> _Planned:
     """Return the `_Planned` of a function and its options; cached while `fn` lives.
 
     `jax.jit` caches what it compiles by the identity of this object. The first call for
     a function and options makes and records it. Functions that are compared by value
     (methods, some callable objects) get a new one at each call, as an equal function
-    may outlive the first.
+    may outlive the first. `written` None: what other options of the function write, or
+    new.
     """
+    *_, paths = options
+    if written is None and paths is not None:
+        written = Written(paths)
     try:
         if type(fn).__hash__ is not object.__hash__:
             raise TypeError
         by_options = _cache.setdefault(fn, {})
         reference: Any = weakref.ref(fn)
     except TypeError:
-        return _Planned(lambda: fn, options)
-    return by_options.setdefault(options, _Planned(reference, options))
+        return _Planned(lambda: fn, options, written)
+    if paths is not None:
+        written = by_options.setdefault(("written", paths), written)
+    return by_options.setdefault(options, _Planned(reference, options, written))
 
 
-def _asked(fn: Callable, *options: Any) -> dict[Any, bool]:
-    """Return what `AtOnce` was told of a function and options, as long as it lives."""
+def _asked(fn: Callable, *options: Any) -> dict[Any, Fitted]:
+    """Return what `Fitting` was told of a function and options, as long as it lives."""
     try:
         by_options = _cache[fn]  # of `_planned`
         return by_options.setdefault(("asked", *options), {})
@@ -466,6 +490,6 @@ def _asked(fn: Callable, *options: Any) -> dict[Any, bool]:
         return {}
 
 
-def _unpickled(fn: Callable, options: _OfPlan) -> _Planned:
+def _unpickled(fn: Callable, options: _OfPlan, written: Written | None) -> _Planned:
     """Make a `_Planned` that keeps its function alive, as nothing else does."""
-    return _Planned(lambda: fn, options)
+    return _Planned(lambda: fn, options, written)

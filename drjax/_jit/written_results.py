@@ -144,8 +144,8 @@ class Out:
                     )
         return cls(targets)
 
-    def call(self, written: Sequence[Written], run: Callable[[], PyTree]) -> PyTree:
-        """Call a function of which `written` may run; return the targets in its result.
+    def call(self, written: Written, run: Callable[[], PyTree]) -> PyTree:
+        """Call a function that writes; return the targets in its result.
 
         It returns numbers in their places.
         """
@@ -156,9 +156,7 @@ class Out:
                 "outermost: drjax.jit(jax.grad(f), out=...)."
             )
         writer = _Writer(jax.tree.leaves([*self.targets.values()]))
-        with contextlib.ExitStack() as stack:
-            for each in written:
-                stack.enter_context(_opened(each, writer))
+        with _opened(written, writer):
             results = jax.block_until_ready(run())
         for path, target in self.targets.items():
             own = jax.tree.structure(subtree(results, path, ""))

@@ -144,14 +144,18 @@ class Choice:
 
 
 def fitted(
-    plans: Mapping[str, Plan], budget: int | None, user_mesh: Mesh | None = None
+    plans: Mapping[str, Plan],
+    budget: int | None,
+    user_mesh: Mesh | None = None,
+    temp_bytes: Callable[[str, int], int] | None = None,
 ) -> Choice:
     """Choose the plan, and the groups at once, that fit in memory; and log it.
 
     `plans` has a plan for each value of the option `residuals` of `drjax.jit` that may
     be chosen. They are compiled a few times (see `step_size.best`). `budget` is in
     bytes for each device; None: what is free. The number of groups is at most the most
-    that a device has in any level.
+    that a device has in any level. `temp_bytes(residuals, step)` compiles a program
+    that runs one of the plans; None: the plan itself is compiled.
     """
     first, *others = plans
     layout = layout_of(plans[first], user_mesh)
@@ -162,9 +166,13 @@ def fitted(
     ways = dict[str, step_size.Way]()
     for residuals, plan in plans.items():
         server, group = costs(plan)
-        temp_bytes = functools.cache(functools.partial(_temp_bytes, plan, user_mesh))
+        compiled = functools.partial(_temp_bytes, plan, user_mesh)
+        if temp_bytes is not None:
+            compiled = functools.partial(temp_bytes, residuals)
         saved = server.saved + group.saved * layout.per_device
-        ways[residuals] = step_size.Way(temp_bytes, saved, group.operations)
+        ways[residuals] = step_size.Way(
+            functools.cache(compiled), saved, group.operations
+        )
     # Plans that save as much and do as much are the same.
     others = [x for x in others if ways[x].cost != ways[first].cost]
     second = ways[others[0]] if others else None

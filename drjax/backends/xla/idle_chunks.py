@@ -72,7 +72,10 @@ def decision(jaxpr: ClosedJaxpr, outputs: tuple[int, ...]) -> Decision | None:
     """
     raw = _compat.open_jaxpr(jaxpr)
     work = _operations(jaxpr)
-    if work < LEAST_WORK or _compat.has_primitive(jaxpr, _IN_ORDER):
+    # Symbolic dimensions have no order.
+    if not isinstance(work, int | float) or work < LEAST_WORK:
+        return None
+    if _compat.has_primitive(jaxpr, _IN_ORDER):
         return None
     results = zero_results(jaxpr)
     always = [i for i in outputs if results[i] == NEVER]
@@ -87,7 +90,8 @@ def decision(jaxpr: ClosedJaxpr, outputs: tuple[int, ...]) -> Decision | None:
         variables = [*(c.var for c in conditions), *computed]
         own, used = _compat.select_outputs(jaxpr, variables)
         to_decide = _operations(own)
-        if conditions and to_decide <= work * TO_DECIDE:
+        numbers = isinstance(to_decide, int | float)
+        if conditions and numbers and to_decide <= work * TO_DECIDE:
             key = to_decide, [*map(order, conditions)]
             choices.append((key, Decision(own, used, conditions, always)))
     return min(choices, key=lambda pair: pair[0])[1] if choices else None
