@@ -21,7 +21,9 @@ from typing import Any, TypeAlias
 
 from drjax._compat.types import Eqn, Var
 from drjax._jaxprs.walk import split_scan, split_while, variables
+from drjax._planner.bitwise_observable import bitwise_observable
 from drjax._planner.gathered_columns import columns_loop
+from drjax._planner.later_sums import later_sums
 from drjax._planner.naming import function_name
 from drjax._planner.partitioning.environment import Environment
 from drjax._planner.partitioning.kind import GLOBAL, Kind, shift_axis
@@ -87,6 +89,10 @@ def build_plan(
     """
     program, result_kinds = kinds.program, signature.result_kinds
     rounds = RoundAssignment(kinds)
+    if rematerialize:
+        observable = program.memoize(bitwise_observable, program, not skips)
+        if later := later_sums(kinds, rounds, observable):
+            rounds = RoundAssignment(kinds, later)
     values = StageValues(kinds, signature.arguments, signature.results)
     work = LocalWork(kinds, rounds, values, result_kinds, rematerialize, skips)
     indices = range(work.num_rounds)

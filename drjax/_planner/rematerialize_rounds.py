@@ -83,7 +83,9 @@ class LocalWork:
         self._kinds, self._rounds, self._values = kinds, rounds, values
         self._results = list(zip(kinds.program.outvars, result_kinds, strict=True))
         self._rematerialize = rematerialize
-        self._observable = bitwise_observable(kinds.program, chosen=not skips)
+        self._observable = kinds.program.memoize(
+            bitwise_observable, kinds.program, not skips
+        )
         # What is before a fence is not done again behind it.
         self._before_fences = {
             v

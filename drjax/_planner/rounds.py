@@ -25,7 +25,7 @@ keep their order within a round. Sharp edges: a broadcast does not end a round, 
 server's stage of a round precedes its local stage.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from drjax import _compat
@@ -54,8 +54,10 @@ class RoundAssignment:
         when its reductions and moves are done.
     """
 
-    def __init__(self, kinds: Environment):
+    def __init__(self, kinds: Environment, earliest: Mapping[int, int] | None = None):
         self._kinds = kinds
+        # By the `id` of an equation, the first round in which it may be.
+        earliest = earliest or {}
         self._available: dict[Any, int] = {}
         self.local: dict[int, list] = {}
         self.server: dict[int, list] = {}
@@ -69,6 +71,7 @@ class RoundAssignment:
         in_server = in_groups = 0
         for eqn in kinds.program.eqns:
             index = max(map(self.round_of, eqn.invars), default=0)
+            index = max(index, earliest.get(id(eqn), 0))
             axes = kinds.group_axes(eqn.outvars or eqn.invars)
             local = axes.count(None) < len(axes)
             for v in eqn.params.get("after", ()) if eqn.primitive is fence_p else ():

@@ -30,7 +30,12 @@ from jax.sharding import PartitionSpec as P
 
 import drjax
 from drjax._api import max_and_min
-from drjax._planner import checkpoint_loops, rematerialize_loops, rematerialize_rounds
+from drjax._planner import (
+    build_stages,
+    checkpoint_loops,
+    rematerialize_loops,
+    rematerialize_rounds,
+)
 from drjax._planner.partitioning import consistency
 from drjax._planner.partitioning.kind import signature
 from drjax._planner.unbatching.rules import UNBATCHING_RULES
@@ -213,6 +218,7 @@ def choices():
         counted(ChunkedStage, "_unless_idle", lambda *_: ["left out"]),
         counted(segments, "buckets_of_groups", lambda _, x: [f"{x} buckets"]),
         counted(segments.InSegments, "only_in", lambda *_: ["one slice"]),
+        counted(build_stages, "later_sums", lambda _, x: ["later"] * len(x)),
         counted(max_and_min, "_first", lambda *_: ["fold of pairs"]),
     ):
         yield chosen

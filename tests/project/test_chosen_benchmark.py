@@ -15,8 +15,6 @@ AGAIN = {
     "the slices of the best group": 1,
     "the slices of one group": 1,
     "those of a batch of two": 2,
-    "a mean over an eighth": N // 8,
-    "a mean over a mask of all": N,
 }
 
 
