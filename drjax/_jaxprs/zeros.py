@@ -118,7 +118,9 @@ def _results(
     for eqn in raw.eqns:
         if outermost:
             names.update((v, v) for v in eqn.outvars)
-        own = [x if isinstance(x, Literal) else names.get(x) for x in eqn.invars]
+        own: list[Any] = [
+            x if isinstance(x, Literal) else names.get(x) for x in eqn.invars
+        ]
         if eqn.primitive.name in _VIEWS and own[0] is not None:
             names[eqn.outvars[0]] = own[0]
         outs = _of_equation(eqn, [*map(cases, eqn.invars)], own)
@@ -128,7 +130,8 @@ def _results(
 
 def _is_zero(literal: Literal) -> bool:
     # Random keys are no numbers.
-    dtype = literal.aval.dtype
+    aval: Any = literal.aval
+    dtype = aval.dtype
     is_number = dtype == jnp.bool_ or jnp.issubdtype(dtype, np.number)
     return is_number and not np.any(literal.val)
 

@@ -3,6 +3,8 @@
 Covers: drjax._jit.fitting, drjax._jit.jit.
 """
 
+from typing import Any
+
 import cloudpickle
 import jax
 import jax.numpy as jnp
@@ -100,7 +102,7 @@ def test_what_a_search_compiles_is_not_compiled_again(residuals):
     of = lambda k: drjax.jit(fn, groups_per_step=k, residuals=residuals)
     few, every = (temp_bytes(of(k), *args) for k in (1, None))
     fn = jax.value_and_grad(make_parallel_maml_loss(N))
-    step = auto(fn, memory_budget=(few + every) // 2, residuals=residuals)
+    step: Any = auto(fn, memory_budget=(few + every) // 2, residuals=residuals)
     with compilations() as compiled:
         result = step(*args)
     # All of them are the program, for one number of groups each.

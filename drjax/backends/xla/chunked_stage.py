@@ -226,7 +226,7 @@ class ChunkedStage:
             # Indices are counted, as an array of all would be of size n.
             return first + start + lax.iota(jnp.int32, size)
 
-        def cut(arrays: Sequence[Slices], start: Array, size: int) -> list[Slices]:
+        def cut(arrays: Sequence[Slices], start: Array, size: int) -> list[Any]:
             # The slices are closed over, or carried, and cut in the body: as `xs` of
             # the scan some versions of the compiler copy them first.
             slots = slots_from(start, size)

@@ -3,6 +3,8 @@
 Covers: drjax.backends.xla.idle_chunks, drjax.backends.xla.chunked_stage.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,13 +26,17 @@ def little_work(monkeypatch):
     monkeypatch.setattr(idle_chunks, "LEAST_WORK", 0)
 
 
-def slices(w, x, calls=None):
+def slices(w, x, calls: Any = None):
     def work(w, x, i):
         h = jnp.tanh(jnp.tanh(x @ w) @ w)
         if calls is None:
             return h
+
+        def record(i):
+            calls.append(int(i))
+            return np.float32(1)
+
         one = jax.ShapeDtypeStruct((), jnp.float32)
-        record = lambda i: (calls.append(int(i)), np.float32(1))[1]
         return h * jax.pure_callback(record, one, i, vmap_method="sequential")
 
     return drjax.map_fn(work, (drjax.broadcast(w), x, drjax.partition_index()))
