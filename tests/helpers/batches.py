@@ -14,7 +14,7 @@ def batches_of(size: int) -> Iterator[None]:
     task = Job.task
 
     def small(job: Job, *args, **kwargs):
-        return replace(task(job, *args, **kwargs), size=min(size, job.size))
+        return replace(task(job, *args, **kwargs), size=min(size, job.size), full=0)
 
     with mock.patch.object(Job, "task", small):
         yield

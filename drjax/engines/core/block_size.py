@@ -4,7 +4,9 @@ Input: a round with its value types, the numbers of groups and workers; then the
 measured times of the blocks of each round. Output: `BlockSize.value`, for the next run
 of the stage, and `BlockSize.batch`, how many groups of a block run at once.
 
-A batch is what fits into some bytes of the groups' inputs and results. A worker adds up
+A batch is what fits into some bytes of the groups' inputs and results. That is an
+estimate: a worker that has compiled the stage knows what it holds of the results at
+once (`fitting_batch`), nothing if each is added up as it is computed. A worker adds up
 the batches of a block, and a block sends one partial reduction. In the first round that
 runs a stage the size of a block is what fits into some bytes that are sent for each
 group, but so little that each worker gets several blocks: one of them may be slower.
@@ -124,6 +126,16 @@ class BlockSize:
             # A block of another size has another shape, which each process compiles.
             self._compiled.clear()
             self._left -= 1
+
+
+def equal_batches(groups: int, most: int) -> int:
+    """Return the size of batches, up to `most`, of which none is padded much."""
+    return -(-groups // -(-groups // most))
+
+
+def fitting_batch(groups: int, of_group: float) -> int:
+    """Return how many of a block's groups run at once, of so many bytes each."""
+    return equal_batches(groups, max(1, int(_BYTES // max(_SENT, of_group))))
 
 
 def _bytes(value: Value) -> int:

@@ -33,7 +33,7 @@ from drjax.backends import _python_loops
 from drjax.backends._interpret_plan import RULES, Environment, PlanInterpreter
 from drjax.backends._move_slices import move_slices
 from drjax.engines.core import checkpoint, telemetry
-from drjax.engines.core.block_size import BlockSize
+from drjax.engines.core.block_size import BlockSize, equal_batches
 from drjax.engines.core.events import (
     BlockDone,
     CallEnded,
@@ -660,13 +660,13 @@ class _Call:
         block_size = runner.block_size(a_round, n, kept, one_by_one)
         # A block of more than n groups would only have more padding.
         size = min(options.block_size or block_size.value, n)
-        # Of equal batches none is padded.
-        at_once = -(-size // -(-size // block_size.batch))
+        at_once = equal_batches(size, block_size.batch)
         call = StageCall(
             job=replace(
                 runner.executable.job(a_round, env, location, at_once, options),
                 stay=runner.kept.staying(kept, staying),
                 save="" if runner.slice_files is None else runner.slice_files.folder,
+                full=size,
             ),
             block_size=size,
             slices=slices,

@@ -35,7 +35,7 @@ class Job:
       stay: For each output of the stage that is read later whether its slices stay with
         the workers; () if none do. It is no part of `to_bytes`, nor is `save`.
       save: A folder, by its path or URL, for files with the slices that stay; "": none.
-      apart: As of a `Task`. It is no part of `to_bytes`.
+      apart, full: As of a `Task`. They are no part of `to_bytes`.
     """
 
     file: File
@@ -49,6 +49,7 @@ class Job:
     stay: tuple[bool, ...] = ()
     save: str = ""
     apart: bool = False
+    full: int = 0
 
     def task(self, block: Block, search: bool = False, encode: bool = True) -> Task:
         """Make a `Task` with a new number, to run the stage on a block in a pool.
@@ -58,7 +59,7 @@ class Job:
         """
         settings = self.size, self.check_nans, self.drop
         options = {"search": search, "stay": self.stay, "encode": encode}
-        options |= {"apart": self.apart, "save": self.save}
+        options |= {"apart": self.apart, "save": self.save, "full": self.full}
         return Task(self.stage, block, *settings, **options)
 
     def run(

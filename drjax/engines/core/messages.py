@@ -172,6 +172,8 @@ class Task:
       encode: Whether partial reductions with `wire=` are returned as `EncodedPartial`s.
       save: A folder, by its path or URL, for files with the slices that stay; "": none.
       apart: Whether partial reductions are an object of their own, for other workers.
+      full: How many groups a full block has, which may run in fewer batches if the
+        compiled stage needs less memory than `size` assumes; 0: it may not.
     """
 
     stage: int
@@ -186,6 +188,7 @@ class Task:
     encode: bool = True
     save: str = ""
     apart: bool = False
+    full: int = 0
 
 
 @dataclass(frozen=True)

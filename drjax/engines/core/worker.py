@@ -7,7 +7,8 @@ files with their compiled stages, by the hash of the file.
 Invariants: a failure of one group is reported for that group alone. A block that fails
 or yields NaN runs again to find which groups do, each alone or by halving the block. A
 block runs in batches of one size, the last is padded, so that a stage compiles once;
-their partial reductions are added up on the device.
+their partial reductions are added up on the device. A full block runs in fewer batches
+if the compiled stage shows that they fit.
 
 Sharp edges: a group of a block that fails runs more than once. What fails in a block
 and in no group alone is raised as it is: then the block, not a group, was too much, as
@@ -16,6 +17,7 @@ for memory.
 
 import functools
 import itertools
+import math
 import os
 import threading
 import time
@@ -33,6 +35,7 @@ from drjax._plan_file.exported_stage import ExportedFunction, batched_of, export
 from drjax._plan_file.load import plan_from_bytes
 from drjax._primitives.reduce_ops import REDUCE_OPS, Running, is_compensated
 from drjax._sharding.group_mesh import in_local_mesh
+from drjax.engines.core.block_size import fitting_batch
 from drjax.engines.core.encoded_partials import encode_partials, fits, wire_of
 from drjax.engines.core.messages import (
     Block,
@@ -104,7 +107,8 @@ class LoadedPlan:
             if not block.valid.any():
                 break
             try:
-                outs, error = stage.run_block(block, shared, task.size), None
+                outs = stage.run_block(block, shared, task.size, task.full)
+                error = None
             except Exception as caught:
                 outs, error = None, caught
             if outs and not (task.check_nans and outs.has_nan(stage, block)):
@@ -213,31 +217,40 @@ class CompiledStage:
         self.encoded = [wire_of(reduce) is not None for reduce in reduces]
         sources = itertools.compress(reduces, self.encoded)
         self._encoded_sources = {reduce.source.name for reduce in sources}
+        self._fitting: dict[tuple[int, int], int] = {}
 
     @functools.cached_property
     def batched(self) -> Callable[..., list[Any]]:
         """The function of a block of b groups, compiled.
 
-        It takes `(mask, groups, *inputs)`: which groups count in reductions, bool
-        `[b]`, or None if all do, which is compiled to less work; the group indices,
-        int32 `[b]`; and the inputs of the stage, in order: slices `[b, ...]` of a
-        partitioned one, the value of a global one. It returns the partial reductions,
-        then the leaves of the block's states for folds, `[*s]`, then the slices
-        `[b, ...]` of each output that is read later.
+        It takes `(b, mask, groups, consts, *inputs)`: which groups count in reductions,
+        bool `[b]`, or None if all do, which is compiled to less work; the group
+        indices, int32 `[b]`, or the first of consecutive ones, int32 `[]`; and the
+        inputs of the stage, in order: slices `[b, ...]` of a partitioned one, the value
+        of a global one. It returns the partial reductions, then the leaves of the
+        block's states for folds, `[*s]`, then the slices `[b, ...]` of each output that
+        is read later.
         """
         if self.stage.mesh:
-            return functools.partial(self._on_mesh, *exported_of(self.stage).consts)
-        run = jax.jit(self._batch)
-        return lambda mask, groups, *inputs: run(mask, groups, self._consts, *inputs)
+            return lambda b, mask, groups, consts, *inputs: self._on_mesh(
+                *consts, mask, groups, *inputs
+            )
+        return jax.jit(self._batch, static_argnums=0)
 
     @functools.cached_property
     def _consts(self) -> list[Any]:
-        return list(map(jax.device_put, exported_of(self.stage).consts))
+        consts = exported_of(self.stage).consts
+        return [*consts] if self.stage.mesh else list(map(jax.device_put, consts))
 
-    def _batch(self, mask: Any, groups: Any, consts: list[Any], *inputs: Any) -> Any:
+    def _batch(
+        self, b: int, mask: Any, groups: Any, consts: list[Any], *inputs: Any
+    ) -> Any:
         call = batched_of(self.stage).function.call
-        # A constant, so that the compiler leaves out the choice of a slice or zero.
-        mask = jax.numpy.ones(groups.shape, bool) if mask is None else mask
+        # Here, so that the compiler leaves out what the stage does not read: the
+        # indices, and the choice of a slice or zero.
+        mask = jax.numpy.ones(b, bool) if mask is None else mask
+        if not groups.ndim:
+            groups = groups + jax.numpy.arange(b, dtype="int32")
         return call(*consts, mask, groups, *inputs)
 
     @functools.cached_property
@@ -273,30 +286,29 @@ class CompiledStage:
         """The function of a further batch of a block, compiled.
 
         It is `batched`, with the `Running` reductions of the batches before as its
-        first argument, whose memory it takes; they are what it returns first.
+        second argument, whose memory it takes; they are what it returns first.
         """
         count = len(self.reduces)
 
         def add(running: list[Running], outs: Any) -> list[Running]:
             return [x.add(y) for x, y in zip(running, outs, strict=True)]
 
-        def run(running: list[Running], *args: Any) -> tuple[list[Running], list[Any]]:
-            outs = self._batch(*args)
+        def run(
+            b: int, running: list[Running], *args: Any
+        ) -> tuple[list[Running], list[Any]]:
+            outs = self._batch(b, *args)
             return add(running, outs[:count]), [*outs[count:]]
 
         if self.stage.mesh:
             # Apart, so that sums stay sharded as the results of a group are.
             add_ = jax.jit(add, donate_argnums=0)
 
-            def run_on_mesh(running: list[Running], *args: Any) -> tuple:
-                outs = self.batched(*args)
+            def run_on_mesh(b: int, running: list[Running], *args: Any) -> tuple:
+                outs = self.batched(b, *args)
                 return add_(running, outs[:count]), outs[count:]
 
             return run_on_mesh
-        compiled = jax.jit(run, donate_argnums=0)
-        return lambda running, mask, groups, *inputs: compiled(
-            running, mask, groups, self._consts, *inputs
-        )
+        return jax.jit(run, static_argnums=0, donate_argnums=1)
 
     def _placed(self, shared: list[np.ndarray]) -> list[Any]:
         """Put the global inputs on the device, or as the code needs them on a mesh."""
@@ -309,12 +321,16 @@ class CompiledStage:
         return list(map(jax.device_put, shared, places))
 
     def run_block(
-        self, block: Block, shared: list[np.ndarray], size: int
+        self, block: Block, shared: list[np.ndarray], size: int, full: int = 0
     ) -> StageOutputs:
         """Run the stage on a block in batches of `size` groups; wait for the results.
 
-        One group of the block takes part at least.
+        One group of the block takes part at least. A block of `full` groups runs in
+        fewer batches if they fit.
         """
+        whole = len(block.groups) == full and isinstance(block.place, slice)
+        if whole and size < full and block.valid.all() and not self.stage.mesh:
+            size = self._fitting_batch(block, shared, size)
         batches = -(-len(block.groups) // size)
         if batches > 1:
             # Once, and not for each batch.
@@ -327,14 +343,18 @@ class CompiledStage:
             # One shape for all batches, so that XLA compiles the stage once.
             padded = batch.padded(size)
             # On a mesh a batch is one group, compiled for a mask.
-            full = padded.valid.all() and not self.stage.mesh
-            mask = None if full else padded.valid
-            args = mask, padded.groups, *self._inputs(shared, padded.slices)
+            all_ = padded.valid.all() and not self.stage.mesh
+            mask = None if all_ else padded.valid
+            groups = padded.groups
+            if all_ and isinstance(padded.place, slice):
+                groups = groups[0]
+            inputs = self._inputs(shared, padded.slices)
+            args = mask, groups, self._consts, *inputs
             if batches == 1:
-                outs = self.batched(*args)
+                outs = self.batched(size, *args)
                 sums, outs = outs[:count], outs[count:]
             else:
-                running, outs = self.next_batch(running, *args)
+                running, outs = self.next_batch(size, running, *args)
                 sums = [x.value for x in running]
             # On the host now, so that an error of the device is raised in this block.
             outs = list(map(np.asarray, outs))
@@ -349,10 +369,47 @@ class CompiledStage:
             _joined(parts, len(block.groups)),
         )
 
+    def _fitting_batch(self, block: Block, shared: list[np.ndarray], size: int) -> int:
+        """Return how many groups of a full block run at once: `size`, or more.
+
+        It is more if the stage, compiled for `size`, and for more, holds little of each
+        group: `size` counts all results, which the compiler may add up unseen.
+        """
+        full = len(block.groups)
+        if (size, full) not in self._fitting:
+            larger = self._fits(block, shared, size)
+            # Compiled only where it pays.
+            if larger < 2 * size or self._fits(block, shared, larger) < larger:
+                larger = size
+            self._fitting[size, full] = larger
+        return self._fitting[size, full]
+
+    def _fits(self, block: Block, shared: list[np.ndarray], size: int) -> int:
+        """Return how many groups fit, if each needs as much as in batches of `size`."""
+        count, slices = len(self.reduces), [x[:size] for x in block.slices]
+        inputs = self._inputs(shared, slices)
+        args = None, block.groups[0], self._consts, *inputs
+        batches = -(-len(block.groups) // size)
+        if batches == 1:
+            lowered = self.batched.lower(size, *args)
+        else:
+            lowered = self.next_batch.lower(size, self._identities(batches), *args)
+        # The call that follows does not compile it again.
+        memory = lowered.compile().memory_analysis()
+        if memory is None:  # not every compiler tells
+            return size
+        kept = batched_of(self.stage).function.out_avals[count + self.states :]
+        of_group = sum(x.nbytes // size for x in slices)
+        of_group += sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in kept)
+        of_group += memory.temp_size_in_bytes / size
+        return fitting_batch(len(block.groups), of_group)
+
     def _identities(self, batches: int) -> list[Running]:
         """Return the running reductions over no groups."""
         types = batched_of(self.stage).function.out_avals
-        places: Any = [None] * len(types)
+        # A device, as results of an exported function have one: else the second batch
+        # would compile the stage again.
+        places: Any = [jax.numpy.zeros(()).sharding] * len(types)
         if self.stage.mesh:
             places = self._on_mesh.output_shardings
         running = []

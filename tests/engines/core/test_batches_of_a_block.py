@@ -10,9 +10,12 @@ import pytest
 
 import drjax
 from drjax.backends import in_process
-from drjax.engines.core import worker
+from drjax.engines.core import block_size, worker
+from drjax.engines.core.executable_plan import ExecutablePlan
+from drjax.engines.core.messages import Block, Task
 from tests.helpers.batches import batches_of
 from tests.helpers.cases import CASES
+from tests.helpers.compiled import compilations
 from tests.helpers.conformance import Conformance, slices_for, survivors, weighted_plan
 
 
@@ -99,3 +102,69 @@ def test_global_inputs_reach_every_batch():
     args = np.arange(4, dtype=np.float32), slices_for(n)[0]
     run = in_process.compile(drjax.make_plan(scaled)(*args), block_size=n)
     np.testing.assert_array_equal(run(*args), args[0] * args[1].sum())
+
+
+def batches_run(work, limit, dropped=()):
+    """The sizes of the batches of a block of 8, planned for 2, and its sums.
+
+    At most `limit` bytes of inputs, results and temporaries of its groups fit.
+    """
+    n, ran = 8, []
+
+    @drjax.program(clients=n)
+    def total(model, x):
+        each = drjax.map_fn(work, (drjax.broadcast(model), x))
+        by_index = drjax.map_fn(lambda x: drjax.partition_index() * x, x)
+        return drjax.reduce_sum(each), drjax.reduce_sum(by_index)
+
+    x, valid = slices_for(n)[0], ~np.isin(np.arange(n), dropped)
+    model = np.arange(10_000, dtype=np.float32)
+    file = ExecutablePlan(drjax.make_plan(total)(model, x)).file
+    loaded = worker.LoadedPlan(file)
+    batch = worker.CompiledStage._batch
+
+    def spy(stage, b, mask, *args):
+        ran.append((b, mask is None))
+        return batch(stage, b, mask, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_size, "_BYTES", limit)
+        patch.setattr(worker.CompiledStage, "_batch", spy)
+        block = Block(np.arange(n, dtype=np.int32), valid, [x])
+        task = Task(0, block, 2, False, False, full=n)
+        with compilations() as compiled:
+            result = loaded.run(task, [model])
+            count = len(compiled)
+            again = loaded.run(task, [model])
+            assert len(compiled) == count
+    for first, second in zip(result.partials, again.partials, strict=True):
+        np.testing.assert_array_equal(first, second)
+    expected = sum(work(model, y) for y in x[valid])
+    np.testing.assert_allclose(result.partials[0], expected, rtol=1e-6)
+    index = np.arange(n)[valid]
+    np.testing.assert_allclose(result.partials[1], (index * x[valid]).sum(), rtol=1e-6)
+    return ran, [x for x in compiled if "run" in x or "spy" in x]
+
+
+def scaled(model, x):
+    return model * x  # 40,000 bytes, which the compiler adds up unseen
+
+
+def test_results_that_are_added_up_unseen_do_not_count_as_memory():
+    assert batches_run(scaled, 20_000) == (
+        [(2, True), (8, True)],
+        ["jit(run)", "jit(spy)"],
+    )
+    # Of two groups at a time, each needs 6 bytes, of four at a time 5.
+    ran, _ = batches_run(scaled, 32)
+    assert ran == [(2, True), (4, True)]
+
+
+def test_results_that_are_held_count():
+    sorted_ = lambda m, x: jnp.sort(m * x)
+    assert batches_run(sorted_, 100_000) == ([(2, True)], ["jit(run)"])
+
+
+def test_a_block_without_some_groups_runs_as_planned():
+    ran, compiled = batches_run(scaled, 20_000, dropped=[3])
+    assert ran == [(2, True), (2, False)] and len(compiled) == 2
