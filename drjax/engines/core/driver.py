@@ -142,6 +142,7 @@ class Runner:
         self.executable = ExecutablePlan(plan)
         self._owner = owner
         self._sizes: dict[tuple, BlockSize] = {}  # by stage, n, and how it is read
+        self._read_elsewhere: dict[int, tuple[frozenset[str], frozenset[str]]] = {}
         self.report = Report()
         bar = [Bar()] if options.progress else []
         traces = [Telemetry()] if telemetry.installed() else []
@@ -369,6 +370,17 @@ class Runner:
             self._sizes[key] = BlockSize(a_round, n, workers, timeout, kept, one_by_one)
         return self._sizes[key]
 
+    def read_elsewhere(self, plan: Plan) -> tuple[frozenset[str], frozenset[str]]:
+        """Return the names of what only columns read, and what workers read themselves.
+
+        `plan` is the plan of `executable`, or the body of a loop in it.
+        """
+        # By identity: they live as long as the runner.
+        if id(plan) not in self._read_elsewhere:
+            names = gathers_for_columns(plan), read_by_workers(plan)
+            self._read_elsewhere[id(plan)] = names
+        return self._read_elsewhere[id(plan)]
+
     def put(self, data: PyTree) -> PyTree:
         """Copy arrays, so that calls that pass them need not look for changes.
 
@@ -443,8 +455,7 @@ class _DriverInterpreter(PlanInterpreter):
 
     def __init__(self, call: "_Call", plan: Plan, prefix: str):
         self.call, self.plan, self.prefix = call, plan, prefix
-        self.for_columns = gathers_for_columns(plan)
-        self._stay = read_by_workers(plan)
+        self.for_columns, self._stay = call.runner.read_elsewhere(plan)
 
     def run_server(self, stage: Stage, env: Environment) -> None:
         self.call.runner.executable.run_server(stage, env)
@@ -652,7 +663,7 @@ class _Call:
         stage, runner, options = a_round.local, self.runner, self.options
         runner.check_canceled()
         where = location, stage.name
-        runner.emit(StageStarted(*where, int(self.alive.sum())))
+        runner.emit(StageStarted(*where, int(np.count_nonzero(self.alive))))
         dropped_before, start = len(self.report.dropped), time.perf_counter()
         n = self.plan.size
         slices = [as_slices(v, env[v]) for v in stage.inputs if v.partitioned]

@@ -167,10 +167,12 @@ class ExecutablePlan:
         and the groups of a partitioned value along its `Value.axis`. None, for one that
         the caller replaces afterwards, becomes 0.
         """
+        # At once, as each call takes 0.1 ms; `jnp.asarray` copies twice.
         arrays = [
-            # `jnp.asarray` copies twice.
-            0 if x is None else from_raw(jax.device_put(x), value.dtype)
-            for value, x in zip(self.plan.outputs, outputs, strict=True)
+            0 if x is None else from_raw(x, value.dtype)
+            for value, x in zip(
+                self.plan.outputs, jax.device_put([*outputs]), strict=True
+            )
         ]
         return self.plan.out_tree.unflatten(arrays)
 

@@ -80,7 +80,7 @@ class StageResults:
         # A group that failed in this block itself is not alive any more.
         good = block.valid & alive[block.place]
         # A block whose groups have all failed has no slices.
-        if count := int(good.sum()):
+        if count := int(np.count_nonzero(good)):
             self.groups += count
             for stack, slices in zip(self._slices, block_result.slices, strict=True):
                 stack[block.groups[good]] = slices[good]

@@ -358,7 +358,7 @@ class CompiledStage:
                 sums = [x.value for x in running]
             # On the host now, so that an error of the device is raised in this block.
             outs = list(map(np.asarray, outs))
-            first.append(batch.groups[np.argmax(batch.valid)])
+            first.append(batch.groups[0 if all_ else np.argmax(batch.valid)])
             states.append(outs[: self.states])
             # Without the padding.
             parts.append((part, [y[: len(batch.groups)] for y in outs[self.states :]]))

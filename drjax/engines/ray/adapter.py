@@ -645,7 +645,8 @@ class Actors(Keeping):
             parts=[*map(part, parts)],
             inputs=None if self._inputs is None else stored(self._inputs),
         )
-        run = actor.run.options(num_returns=1 + bool(task.stay) + task.apart)
+        run, apart = actor.run, bool(task.stay) + task.apart
+        run = run.options(num_returns=1 + apart) if apart else run
         refs = run.remote(pickle.dumps(message), *arguments)
         handle, *own = refs if isinstance(refs, list) else [refs]
         partials = own.pop() if task.apart else None
