@@ -108,10 +108,9 @@ def engines(session: nox.Session) -> None:
 
 
 def _engine(session: nox.Session, name: str, *arguments: str) -> None:
-    # In order: Ray connects to no cluster of tests once it has started by itself.
     files = [
-        *sorted(Path("tests/engines", name).glob("test_*.py")),
-        *sorted(Path("tests").glob(f"*/test_{name}*.py")),
+        *Path("tests/engines", name).glob("test_*.py"),
+        *Path("tests").glob(f"*/test_{name}*.py"),
     ]
     marks = ("-m", "engines and not grid", "--durations", "15")
     # In a folder of its own Ray does not see the clusters of other tests.

@@ -4,6 +4,8 @@ What the modules of tests share; `MARKS` are their marks.
 """
 
 import importlib
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -25,6 +27,27 @@ def cluster():
     engine.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield
     engine.shutdown()
+
+
+@pytest.fixture
+def new_cluster() -> Iterator[Any]:
+    """Ray's class of clusters of several nodes, whatever Ray did in this process."""
+    engine = importlib.import_module("ray")
+    raylet = importlib.import_module("ray._raylet")
+
+    def ask_anew():
+        raylet.Config.initialize("")
+        raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+    engine.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        # Ray that has started by itself asks for a token, for the rest of the process,
+        # which nodes of such a cluster do not know.
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        ask_anew()
+        yield importlib.import_module("ray.cluster_utils").Cluster
+        engine.shutdown()
+    ask_anew()
 
 
 @pytest.fixture(scope="module")

@@ -26,13 +26,11 @@ NODE = {"num_cpus": 1, "object_store_memory": 200 << 20}
 
 
 @pytest.fixture
-def cluster(monkeypatch):
+def cluster(new_cluster):
     """A cluster of one node with one CPU, to which this process is connected."""
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     engine = importlib.import_module("ray")
-    utils = importlib.import_module("ray.cluster_utils")
     head = {**NODE, "include_dashboard": False}
-    result = utils.Cluster(initialize_head=True, head_node_args=head)
+    result = new_cluster(initialize_head=True, head_node_args=head)
     engine.init(address=result.address, log_to_driver=False)
     yield result
     engine.shutdown()

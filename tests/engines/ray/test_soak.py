@@ -3,7 +3,6 @@
 Covers: drjax.engines.ray.adapter, drjax.engines.core.saved_calls.
 """
 
-import importlib
 import subprocess
 import sys
 import time
@@ -20,17 +19,15 @@ pytestmark = MARKS
 
 
 @pytest.fixture
-def address(monkeypatch, tmp_path_factory):
+def address(new_cluster, monkeypatch, tmp_path_factory):
     """That of a cluster, which outlives the drivers."""
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     if sys.dont_write_bytecode:
         # Else each process that starts would compile all modules of JAX: 3 seconds.
         monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
         folder = str(tmp_path_factory.mktemp("bytecode"))
         monkeypatch.setenv("PYTHONPYCACHEPREFIX", folder)
-    utils = importlib.import_module("ray.cluster_utils")
     head = {"num_cpus": soak.WORKERS, "include_dashboard": False}
-    cluster = utils.Cluster(initialize_head=True, head_node_args=head)
+    cluster = new_cluster(initialize_head=True, head_node_args=head)
     yield cluster.address
     cluster.shutdown()
 
