@@ -146,15 +146,21 @@ def same() -> str:
 
 
 def on_parts(
-    inside: tuple[str, ...], fn: Callable[[Array], Array], x: Array, axis: int
+    inside: tuple[str, ...],
+    fn: Callable[[Array], Array],
+    x: Array,
+    axis: int,
+    out: int | None = None,
 ) -> Array:
     """Run `fn` on the part of a value that a device inside a slice has along an axis.
 
-    Auto mesh axes divide the axis evenly; the result is the same on their devices.
+    Auto mesh axes divide the axis evenly. They divide axis `out` of the result; with
+    None, it is the same on their devices.
     """
     spec, vma = P(*[None] * axis, inside), _compat.check_vma()
+    whole = P() if out is None else P(*[None] * out, inside)
     run = jax.shard_map(
-        fn, in_specs=spec, out_specs=P(), axis_names=set(inside), check_vma=vma
+        fn, in_specs=spec, out_specs=whole, axis_names=set(inside), check_vma=vma
     )
     return run(x)
 

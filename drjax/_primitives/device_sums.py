@@ -41,7 +41,7 @@ from drjax._primitives.between_slices import (
     on_parts,
     same,
 )
-from drjax._primitives.wire_codes import decode, encode
+from drjax._primitives.wire_codes import decode, encode, in_lanes
 from drjax._sharding.execute import on_own_shards, vary
 from drjax._sharding.layout import Layout
 
@@ -259,8 +259,9 @@ def _add_parts(
     Without a `wire`, the sums are divided over the devices, too, by a reduce-scatter.
     Explicit axes inside a slice divide the values themselves. Whether Auto axes do,
     only the compiler knows, which does not divide these collectives. So the values are
-    flattened, as encoded ones are, and divided; and then gathered: codes of whole sums,
-    or this device's parts of sums.
+    flattened, as encoded ones are, and divided. Then codes of whole sums are gathered,
+    and this device's parts of sums that were not encoded. Those of encoded sums stay
+    divided.
     """
     if layout.other_explicit_axes:
         return divide(lambda *xs: _add_whole(layout, wire, axes, xs), inside, xs, axes)
@@ -275,7 +276,8 @@ def _add_parts(
         size = block * count_of(inside)
         joined = jnp.pad(joined, ((0, 0), (0, -joined.shape[1] % size)))
         add = functools.partial(_add_columns, layout, wire, whole, inside)
-        total = on_parts(inside, add, joined, 1)
+        stays = wire is not None and not whole
+        total = on_parts(inside, add, joined, 1, out=0 if stays else None)
         sizes = [part.shape[1] for part in parts]
         sums = _split(total[..., : sum(sizes)], sizes)
         for i, y in zip(members, sums, strict=True):
@@ -302,12 +304,15 @@ def _add_columns(
     """Sum a device's columns of `[m, c]`, and gather those of its slice.
 
     x[j] is what device j of m adds up: its sums are `[c]`, and all of them `[m, c]`.
+    Encoded sums that are not needed whole stay those of a device's columns.
     """
     if wire is None:
         total = reduce_scatter(layout, x)[0]
     else:
         total = _sum_of_codes(layout, wire, x)
-    if wire is None or not whole:
+    if wire is not None and not whole:
+        return total
+    if wire is None:
         gather = lambda x: [lax.all_gather(x, inside, tiled=True, to=same())]
         return after_arrival(gather, total)[0]
     of_devices = all_gather_bytes(layout.axes, encode(total, wire))
@@ -319,9 +324,11 @@ def _add_columns(
 
 def _sum_of_codes(layout: Layout, wire: Wire, x: Array) -> Array:
     """Send x[j] of float32 `[m, c]` to device j, encoded, which adds up its own."""
-    sent = vary(encode(x, wire), layout.axes)
+    codes = encode(x, wire)
+    sent = vary(in_lanes(codes), layout.axes)
     received = lax.all_to_all(sent, layout.axes, 0, 0, tiled=True)
-    return jnp.sum(decode(received, wire), axis=0)
+    numbers = decode(received.reshape(codes.shape), wire)
+    return jnp.sum(in_lanes(numbers), axis=0).reshape(-1)
 
 
 def all_gather_bytes(axes: tuple[str, ...], x: Array) -> Array:
@@ -330,13 +337,16 @@ def all_gather_bytes(axes: tuple[str, ...], x: Array) -> Array:
     XLA makes an all-reduce, of twice the traffic, of an all-gather whose parts are no
     whole tiles on a TPU. So parts are padded to tiles there.
     """
-    gather = lambda x: lax.all_gather(x, axes, to=same())
     size = x.shape[0]
-    padding = -size % _TPU_TILE
-    if not padding:
-        return gather(x)
-    in_tiles = lambda x: gather(jnp.pad(x, (0, padding)))[:, :size]
-    return lax.platform_dependent(x, tpu=in_tiles, default=gather)
+    x = in_lanes(x)
+    gather = lambda x: lax.all_gather(x, axes, to=same())
+    if size % _TPU_TILE:
+        edges = [(0, -size % _TPU_TILE * x.shape[0] // size), (0, 0)][: x.ndim]
+        in_tiles = lambda x: gather(jnp.pad(x, edges))[:, : x.shape[0]]
+        every = lax.platform_dependent(x, tpu=in_tiles, default=gather)
+    else:
+        every = gather(x)
+    return every.reshape(every.shape[0], size)
 
 
 def _split(x: Array, sizes: Sequence[int]) -> list[Array]:

@@ -23,6 +23,7 @@ under a vmap. Sharp edges: in a plan `received_after` is a fence of the server, 
 `complete` work of the server, of which devices are known when it is lowered.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -121,13 +122,17 @@ batching.primitive_batchers[received_after_p] = lambda xs, dims, **_: (
 )
 
 # ---------------------------------------------------------------------------------
-# complete: a vector of which the devices have parts -> the whole vector on each
+# complete: numbers of which the devices have parts -> all of them on each
 
 complete_p = registration.new_primitive("complete")
 
 
 def complete(x: GlobalArray, wire: Wire, partition: Partition) -> GlobalArray:
-    """Gather a float32 vector, of which devices have parts, in codes of a `wire`."""
+    """Gather float32 numbers, of which devices have parts, in codes of a `wire`.
+
+    A vector is whole on each device. Of `[m, d, *s]` on m devices, the d devices inside
+    a slice have `[m, 1, *s]` each, if these are whole blocks.
+    """
     return complete_p.bind(x, partition=partition, wire=wire)
 
 
@@ -160,8 +165,16 @@ def _execute_complete(
         every = on_parts(inside, run, padded(x, count_of(inside)), 0)
         return [every[:, : x.size].reshape(-1)]
 
+    def stays(inside: tuple[str, ...], x: Array) -> list[Array]:
+        run = functools.partial(gather, ())
+        every = on_parts(inside, run, x.reshape(-1), 0, out=1)
+        return [every.reshape(-1, *x.shape[1:])]
+
     def body(x: Array) -> Sequence[Array]:
-        return by_network(layout.axes, plain, divided, [x])
+        if x.ndim == 1:
+            return by_network(layout.axes, plain, divided, [x])
+        whole = lambda x: [gather((), x.reshape(-1)).reshape(-1, *x.shape[1:])]
+        return by_network(layout.axes, whole, stays, [x])
 
     spec = sharded_spec(layout, axis)
     return shard_map_over_devices(layout, body, [x], [spec], [False])[0]

@@ -9,6 +9,8 @@ edges: a number of several bytes is stored plane by plane.
 """
 
 import functools
+import itertools
+import math
 import operator
 from types import ModuleType
 from typing import Any
@@ -35,41 +37,46 @@ def encode(x: Array | np.ndarray, wire: Wire) -> Any:
     blocks. With bfloat16 there are no scales. With other dtypes, a block that has an
     infinity or NaN decodes to NaNs.
     """
-    xp = _numpy_of(x)
+    xp, lead = _numpy_of(x), x.shape[:-1]
+    x = x.reshape(-1)
     if wire.dtype == "bfloat16":
-        return _bytes(x.astype(jnp.bfloat16))
-    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // wire.block, wire.block)
-    scale = xp.max(xp.abs(blocks), axis=-1) / np.float32(_LARGEST[wire.dtype])
+        return _join(lead, _planes(x.astype(jnp.bfloat16)))
+    scale = xp.max(xp.abs(x.reshape(-1, wire.block)), axis=-1)
+    scale = scale / np.float32(_LARGEST[wire.dtype])
     # A subnormal scale has too few digits to divide by.
     scale = xp.where(scale < jnp.finfo(jnp.float32).tiny, np.float32(0), scale)
     scale = xp.where(xp.isfinite(scale), scale, np.float32(np.nan))
     inverse = xp.where(scale > 0, 1 / scale, np.float32(0))
-    scaled = (blocks * inverse[..., None]).reshape(x.shape)
+    scaled = _times(x, inverse, wire.block)
     match wire.dtype:
         case "int8":
-            codes = _bytes(xp.clip(xp.round(scaled), -127, 127).astype(jnp.int8))
+            codes = _planes(xp.clip(xp.round(scaled), -127, 127).astype(jnp.int8))
         case "float8_e4m3fn":
-            codes = _bytes(xp.clip(scaled, -448, 448).astype(jnp.float8_e4m3fn))
+            codes = _planes(xp.clip(scaled, -448, 448).astype(jnp.float8_e4m3fn))
         case "float4_e2m1fn":
-            codes = _pack_nibbles(scaled)
+            low, high = _split(_to_nibbles(scaled), lead, [1, 1])
+            codes = [low | (high << 4)]
         case _:
             raise NotImplementedError(f"No encoding of {wire.dtype} is known.")
-    return xp.concatenate([codes, _bytes(scale)], axis=-1)
+    return _join(lead, [*codes, *_planes(scale)])
 
 
 def decode(x: Array | np.ndarray, wire: Wire) -> Any:
     """Decode bytes to float32 numbers: the inverse of `encode`, but for rounding."""
+    lead = x.shape[:-1]
+    x, size = x.reshape(-1), x.shape[-1]
     if wire.dtype == "bfloat16":
-        return _numbers(x, jnp.bfloat16).astype(jnp.float32)
-    blocks = x.shape[-1] // wire.nbytes(wire.block)
-    codes, scale = _numpy_of(x).split(x, [x.shape[-1] - 4 * blocks], axis=-1)
-    scale = _numbers(scale, jnp.float32)
+        numbers = _numbers(_split(x, lead, [1, 1]), jnp.bfloat16)
+        return numbers.astype(jnp.float32).reshape(*lead, size // 2)
+    blocks = size // wire.nbytes(wire.block)
+    codes, *scale = _split(x, lead, [size - 4 * blocks, *4 * [blocks]])
     if wire.dtype == "float4_e2m1fn":
-        numbers = _unpack_nibbles(codes)
+        halves = [_from_nibbles(codes & 15), _from_nibbles(codes >> 4)]
+        numbers = _join(lead, halves).reshape(-1)
     else:
-        numbers = _numbers(codes, jnp.dtype(wire.dtype)).astype(jnp.float32)
-    numbers = numbers.reshape(*scale.shape, wire.block) * scale[..., None]
-    return numbers.reshape(*x.shape[:-1], blocks * wire.block)
+        numbers = _numbers([codes], jnp.dtype(wire.dtype)).astype(jnp.float32)
+    numbers = _times(numbers, _numbers(scale, jnp.float32), wire.block)
+    return numbers.reshape(*lead, blocks * wire.block)
 
 
 def _numpy_of(x: Array | np.ndarray) -> ModuleType:
@@ -81,24 +88,70 @@ def _numpy_of(x: Array | np.ndarray) -> ModuleType:
     return np if isinstance(x, np.ndarray) else jnp
 
 
+# A compiler for TPUs takes minutes where a vector of millions of numbers becomes an
+# array of a few long slices, or one of slices shorter than the 128 lanes of a register.
+# So what follows computes with vectors, and with arrays whose last axis has 128.
+_LANES = 128
+
+
+def in_lanes(x: Array | np.ndarray) -> Any:
+    """Return `[..., c]` as `[..., c / 128, 128]`, or as it is if 128 does not divide c.
+
+    NumPy's arrays stay as they are.
+    """
+    if isinstance(x, np.ndarray) or x.shape[-1] % _LANES:
+        return x
+    return x.reshape(*x.shape[:-1], x.shape[-1] // _LANES, _LANES)
+
+
+def _join(lead: tuple[int, ...], parts: list[Any]) -> Any:
+    """Join `[*lead, c_i]`, which are given as vectors, to `[*lead, c]`."""
+    xp, count = _numpy_of(parts[0]), math.prod(lead)
+    shaped = [x.reshape(*lead, x.size // count if count else 0) for x in parts]
+    size = sum(x.shape[-1] for x in shaped)
+    tiled = [in_lanes(x) for x in shaped]
+    if {x.ndim for x in tiled} == {len(lead) + 2}:
+        return xp.concatenate(tiled, axis=-2).reshape(*lead, size)
+    return xp.concatenate(shaped, axis=-1)
+
+
+def _split(x: Any, lead: tuple[int, ...], shares: list[int]) -> list[Any]:
+    """Cut `[*lead, c]`, given as a vector, along its last axis: vectors, by shares."""
+    size = x.size // max(1, math.prod(lead))
+    ends = [size * end // max(1, sum(shares)) for end in itertools.accumulate(shares)]
+    sizes = [b - a for a, b in itertools.pairwise([0, *ends])]
+    x, unit = x.reshape(*lead, size), 1
+    if not isinstance(x, np.ndarray) and not any(c % _LANES for c in sizes):
+        x, unit = in_lanes(x), _LANES
+    ends, axis = [end // unit for end in ends[:-1]], len(lead)
+    return [part.reshape(-1) for part in _numpy_of(x).split(x, ends, axis=axis)]
+
+
+def _times(x: Any, factor: Any, block: int) -> Any:
+    """Multiply a vector, each block of consecutive numbers by a factor of its own."""
+    parts = _LANES // block
+    if isinstance(x, np.ndarray) or x.size % _LANES or not parts or _LANES % block:
+        return (x.reshape(-1, block) * factor[:, None]).reshape(-1)
+    x, factor = x.reshape(-1, _LANES), factor.reshape(-1, parts)
+    of_lane = lax.broadcasted_iota(jnp.int32, x.shape, 1) // block
+    every = factor[:, :1]
+    for i in range(1, parts):
+        every = jnp.where(of_lane == i, factor[:, i : i + 1], every)
+    return (x * every).reshape(-1)
+
+
 # Not `bitcast_convert_type` to an array with the bytes of each number along a new, last
 # axis: of that, the compiler for TPUs takes minutes for a million numbers.
-def _bytes(x: Array | np.ndarray) -> Any:
-    """Return the bytes of numbers `[..., c]`: of all the lowest, then of all the next.
-
-    They are uint8 `[..., c * itemsize]`.
-    """
-    xp, size = _numpy_of(x), x.dtype.itemsize
+def _planes(x: Array | np.ndarray) -> list[Any]:
+    """Return the bytes of numbers: of all the lowest, then of all the next."""
+    size = x.dtype.itemsize
     bits = _view(x, np.dtype(f"uint{8 * size}"))
-    planes = [(bits >> (8 * i)).astype(np.uint8) for i in range(size)]
-    return xp.concatenate(planes, axis=-1)
+    return [(bits >> (8 * i)).astype(np.uint8) for i in range(size)]
 
 
-def _numbers(x: Array | np.ndarray, dtype: DTypeLike) -> Any:
-    """Read bytes as numbers of a dtype: the inverse of `_bytes`."""
-    xp, size = _numpy_of(x), np.dtype(dtype).itemsize
-    wide = np.dtype(f"uint{8 * size}")
-    planes = xp.split(x, size, axis=-1)
+def _numbers(planes: list[Any], dtype: DTypeLike) -> Any:
+    """Read bytes as numbers of a dtype: the inverse of `_planes`."""
+    wide = np.dtype(f"uint{8 * len(planes)}")
     bits = [plane.astype(wide) << (8 * i) for i, plane in enumerate(planes)]
     return _view(functools.reduce(operator.or_, bits), dtype)
 
@@ -110,20 +163,19 @@ def _view(x: Array | np.ndarray, dtype: DTypeLike) -> Any:
     return lax.bitcast_convert_type(x, dtype)
 
 
-# The magnitudes of float4_e2m1fn, by their codes, and the bounds between them: a number
-# on a bound is rounded to the even code.
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Between the magnitudes of float4_e2m1fn, which are 0, 0.5, 1, 1.5, 2, 3, 4 and 6: a
+# number on a bound is rounded to the even code.
 _BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
-def _pack_nibbles(x: Array | np.ndarray) -> Array | np.ndarray:
-    """Round numbers `[..., 2c]` to float4_e2m1fn, two in each byte of uint8 `[..., c]`.
+def _to_nibbles(x: Array | np.ndarray) -> Array | np.ndarray:
+    """Round numbers to float4_e2m1fn: uint8, the codes in the lower four bits.
 
-    The first half of the numbers is in the lower four bits: to take every other number
-    costs a compiler for TPUs as much as `_bytes` says. Compilers lack conversions to
-    4-bit floats. So the three bits of a magnitude are computed by comparisons: they
-    count how many of the seven bounds between neighboring magnitudes it exceeds. The
-    fourth bit is the sign.
+    `encode` packs the first half of the numbers into the lower bits of bytes, the other
+    half into the higher ones: to take every other number costs a compiler for TPUs as
+    much as `_planes` says. Compilers lack conversions to 4-bit floats. So the three
+    bits of a magnitude are computed by comparisons: they count how many of the seven
+    bounds between neighboring magnitudes it exceeds. The fourth bit is the sign.
     """
     xp = _numpy_of(x)
     size = xp.abs(x)
@@ -131,16 +183,16 @@ def _pack_nibbles(x: Array | np.ndarray) -> Array | np.ndarray:
     for lower, bound in enumerate(_BOUNDS):
         above = size >= bound if lower % 2 else size > bound
         code = code + above.astype(np.uint8)
-    low, high = xp.split(code, 2, axis=-1)
-    return low | (high << 4)
+    return code
 
 
-def _unpack_nibbles(x: Array | np.ndarray) -> Array | np.ndarray:
-    """Convert bytes with two float4_e2m1fn codes each to float32 numbers.
+def _from_nibbles(x: Array | np.ndarray) -> Array | np.ndarray:
+    """Convert codes of float4_e2m1fn to float32, whose bits they are but for a shift.
 
-    It decodes what `_pack_nibbles` returns: uint8 `[..., c]` to float32 `[..., 2c]`.
+    Only 0 and 0.5, which is subnormal in four bits, are not. A table costs more.
     """
-    xp = _numpy_of(x)
-    codes = xp.concatenate([x & 15, x >> 4], axis=-1)
-    magnitude = xp.asarray(_MAGNITUDES, np.float32)[codes & 7]
-    return xp.where(codes >= 8, -magnitude, magnitude)
+    xp, half = _numpy_of(x), np.uint32(126 << 23)
+    code = x.astype(np.uint32)
+    size = code & 7
+    bits = xp.where(size > 1, (size << 22) + half, size * half)
+    return _view(bits | ((code & 8) << 28), np.float32)

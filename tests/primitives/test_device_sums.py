@@ -217,6 +217,23 @@ def test_four_bits_are_those_of_the_dtype():
     np.testing.assert_array_equal(np.asarray(y)[::2], want)
 
 
+@pytest.mark.parametrize("lead", [(), (2,)])
+@pytest.mark.parametrize("block", [32, 96, 128, 256])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float4_e2m1fn"])
+def test_hosts_read_what_devices_write(dtype, block, lead):
+    """Also of vectors that devices compute in the shape of their registers."""
+    wire, random = Wire(dtype, block), np.random.default_rng(0)
+    for blocks in (1, 512):
+        x = random.normal(size=(*lead, blocks * block)).astype(np.float32)
+        x[..., -1], x[..., 0] = 0, -0.0
+        data = encode(jnp.asarray(x), wire)
+        assert data.shape == (*lead, wire.nbytes(x.shape[-1]))
+        y = decode(data, wire)
+        np.testing.assert_array_equal(decode(np.asarray(data), wire), y)
+        alone = encode(jnp.asarray(x.reshape(-1, block)), wire)
+        np.testing.assert_array_equal(decode(alone, wire).reshape(x.shape), y)
+
+
 def test_the_rounding_error_is_bounded():
     n, d = 8, 4096
     x = np.random.RandomState(1).standard_t(2, (n, d)).astype(np.float32)
