@@ -17,6 +17,7 @@ arXiv 2501.18512, algorithm 2.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -35,6 +36,7 @@ from drjax._compat.types import Array, GlobalArray, PartitionedArray, PyTree, Py
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._extras import needed
 from drjax._partition import attached_levels, integer_of
+from drjax._primitives.between_slices import free_axes
 from drjax._primitives.in_two_legs import complete, is_divided, received_after
 from drjax._sharding.layout import find_mesh, host_sharding
 
@@ -604,7 +606,8 @@ class Round:
         late = partial(received_after, on=on)
         if self._in_two_legs(changed):
             wire = collective_options("reduce_mean", self.wire, None)["wire"]
-            joined = partial(_joined, multiple=self.partition.size * wire.block)
+            joined = partial(_joined, parts=self._devices(), block=wire.block)
+            joined = partial(joined, axes=self._chips())
             sent = reduce(
                 drjax.map_fn(joined, changed), wire=wire, result="sharded", **options
             )
@@ -643,6 +646,16 @@ class Round:
         worker = params.set(worker, [y if x is None else x for x, y in pairs])
         outer = [*outer[:p], after, *outer[p + 1 :]]
         return part.put(theta, new), outer, worker, alive
+
+    def _devices(self) -> int:
+        """Over how many devices the mesh in context divides the workers."""
+        sizes = jax.sharding.get_abstract_mesh().shape
+        return math.prod(sizes.get(x, 1) for x in self.partition.mesh_axes)
+
+    def _chips(self) -> Mapping[str, int]:
+        """The other mesh axes in context, over which chips divide a worker's model."""
+        own = self.partition.mesh_axes
+        return {x: size for x, size in free_axes().items() if x not in own}
 
     def _in_two_legs(self, changed: PyTree) -> bool:
         """Whether an exchange has two collectives, and a step to hide each of them."""
@@ -729,17 +742,70 @@ def _copies(x: GlobalArray, k: int) -> PartitionedArray:
     return jnp.broadcast_to(x, (k, *x.shape))
 
 
-def _joined(tree: PyTree, multiple: int) -> Array:
-    """All numbers of a fragment as a float32 vector, with zeros behind them."""
-    x = jnp.concatenate([x.ravel().astype("float32") for x in jax.tree.leaves(tree)])
-    return jnp.pad(x, (0, -x.size % multiple))
+# The chips of a worker, along the other mesh axes, divide what is sent. To flatten what
+# they divide already would gather it. So each leaf is divided along its largest axis,
+# as is usual, and each chip joins its shards. The compiler for TPUs takes minutes to
+# make vectors of arrays whose last axis is not as long as a register.
+_LANES, _ALIGNED = 128, 2**15
+
+
+def _joined(tree: PyTree, parts: int, block: int, axes: Mapping[str, int]) -> Array:
+    """All numbers of a fragment, and zeros behind them: float32 `[parts, d, n, 128]`.
+
+    Each of d chips of a worker has whole blocks for each part.
+    """
+    chips = math.prod(axes.values())
+    by_chip = [_by_chip(x.astype("float32"), axes) for x in jax.tree.leaves(tree)]
+    x = jnp.concatenate(by_chip, axis=1)
+    unit = math.lcm(block, _LANES)
+    while 2 * unit <= min(_ALIGNED, x.shape[1] // (64 * parts)):
+        unit *= 2
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % (parts * unit))))
+    x = x.reshape(chips, parts, -1, _LANES).swapaxes(0, 1)
+    return _on_chips(x, None, tuple(axes))
 
 
 def _parted(joined: Array, like: PyTree) -> PyTree:
+    """The tree of what `_joined` has joined."""
     leaves, treedef = jax.tree.flatten(like)
-    ends = np.cumsum([x.size for x in leaves])
-    parts = zip(jnp.split(joined, ends)[:-1], leaves, strict=True)
-    return treedef.unflatten([x.reshape(y.shape).astype(y.dtype) for x, y in parts])
+    chips = joined.shape[1]
+    x = joined.swapaxes(0, 1).reshape(chips, -1)
+    ends = np.cumsum([-(-x.size // chips) for x in leaves])
+    pairs = zip(jnp.split(x, ends, axis=1)[:-1], leaves, strict=True)
+    return treedef.unflatten([_of_chips(x, y) for x, y in pairs])
+
+
+def _on_chips(x: Array, *spec: Any) -> Array:
+    """The same, which chips divide along one axis, if there are several."""
+    return jax.lax.with_sharding_constraint(x, jax.P(*spec)) if spec[-1] else x
+
+
+def _divided_axis(shape: tuple[int, ...], chips: int) -> int | None:
+    """The largest axis that chips divide evenly, of several the first."""
+    fits = [i for i, size in enumerate(shape) if size and size % chips == 0]
+    return max(fits, key=lambda i: shape[i], default=None)
+
+
+def _by_chip(x: Array, axes: Mapping[str, int]) -> Array:
+    """The numbers of each chip, `[d, c]`."""
+    chips = math.prod(axes.values())
+    axis = _divided_axis(x.shape, chips)
+    if axis is None:
+        return jnp.pad(x.ravel(), (0, -x.size % chips)).reshape(chips, -1)
+    before, after = x.shape[:axis], x.shape[axis + 1 :]
+    x = x.reshape(*before, chips, x.shape[axis] // chips, *after)
+    return _on_chips(jnp.moveaxis(x, axis, 0), tuple(axes)).reshape(chips, -1)
+
+
+def _of_chips(x: Array, like: Array) -> Array:
+    """The leaf whose numbers `_by_chip` has divided."""
+    chips = len(x)
+    axis = _divided_axis(like.shape, chips)
+    if axis is None:
+        return x.ravel()[: like.size].reshape(like.shape).astype(like.dtype)
+    before, after = like.shape[:axis], like.shape[axis + 1 :]
+    x = x.reshape(chips, *before, like.shape[axis] // chips, *after)
+    return jnp.moveaxis(x, 0, axis).reshape(like.shape).astype(like.dtype)
 
 
 def _is_finite(alive: Array, changed: PyTree) -> Array:

@@ -320,6 +320,30 @@ def test_numbers_in_few_bits_are_those_of_one_exchange(jit, members, monkeypatch
         np.testing.assert_allclose(*pair, rtol=2**-7 if members else 1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("jit", [jax.jit, drjax.jit], ids=["jax.jit", "drjax.jit"])
+def test_chips_of_a_worker_divide_what_it_sends(jit):
+    """Leaves that they divide evenly, along any axis, or not; values are as on one."""
+    shapes = {"lead": (8, 3), "columns": (3, 12), "odd": (3, 5), "one": (), "v": (4,)}
+    random = np.random.default_rng(0)
+    params = {x: jnp.asarray(random.normal(size=s)) for x, s in shapes.items()}
+
+    def step(state, batch):
+        move = lambda x: x * batch
+        return {"params": jax.tree.map(move, state["params"])}, batch
+
+    batches = jnp.asarray(random.uniform(0.9, 1.1, size=(K, 8)))
+    settings: dict[str, Any] = dict(fragments=2, delay=4, mixing=0.5)
+    exact, _ = jax.jit(diloco.Round(step, K, **settings))(
+        diloco.Round(step, K, **settings).init({"params": params}), batches
+    )
+    for wire, rtol in (("bfloat16", 2**-7), ("int8", 2**-6)):
+        round_ = diloco.Round(step, K, wire=wire, **settings)
+        with in_mesh_of({"workers": 2, "model": 4}):
+            new, _ = jit(round_)(round_.init({"params": params}), batches)
+        for x, y in zip(*map(jax.tree.leaves, (new.theta, exact.theta)), strict=True):
+            np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * 0.3)
+
+
 def test_a_plan_of_diloco_is_one_round_that_takes_its_steps_once():
     round_ = diloco.Round(step, K)
     state = round_.init(first_state())
