@@ -9,9 +9,16 @@ DELAY inner steps before it is received. In `a step a call`, trainers that compi
 inner step send and apply a fragment in branches of that program. The language models
 are those of `experiments`. Nothing is run, and no TPU is needed: `pip install libtpu`.
 With `--schedule` the collectives of each are printed.
+
+Each program is compiled in a process of its own, which is ended after `--limit`
+seconds; the table says so. With `--kept FILE` the line of each program is appended to a
+file as soon as it is known. A run that was ended goes on where it was.
 """
 
 import argparse
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,8 +47,20 @@ MODELS = {  # of `experiments`, and a slice that holds what a worker has
     "1B": ("1b-n4.toml", "v5e:2x2"),
     "8B": ("8b-n128.toml", "v5e:4x4"),
 }
+MODEL_WIRES = None, "int8", "float4_e2m1fn"
 MODEL_STEPS, MODEL_DELAY, SEQUENCES, TOKENS = 6, 2, 8, 512
 PEAK = 197e12  # operations of a chip in a second: cloud.google.com/tpu/docs/v5e
+
+
+class Cell(NamedTuple):
+    """What one process compiles."""
+
+    way: str  # a key of WAYS, or of MODELS
+    slices: int
+    wire: str | None
+    jit: str = "drjax.jit"
+    axis: str = "model"
+    ordered: bool = False  # what a chip does, instead of counts
 
 
 class Program(NamedTuple):
@@ -124,6 +143,7 @@ def first_state() -> Any:
     return {"params": params, "opt": INNER.init(params)}
 
 
+JITS = {"jax.jit": jax.jit, "drjax.jit": drjax.jit}
 WAYS = {"a round a call": a_round_a_call, "a step a call": a_step_a_call}
 
 
@@ -248,37 +268,77 @@ def line(name: str, wire: str | None, report: Report) -> list[str]:
     return [name, wire or "float32", *counts, link]
 
 
-def measure(slices: tuple[int, ...] = (2, 8), show: bool = False) -> list[list[str]]:
-    """The lines of the table of small programs."""
-    cells = [
-        (n, way, axis, wire, name)
+def small_cells(slices: tuple[int, ...] = (2, 8)) -> list[Cell]:
+    """The small programs."""
+    return [
+        Cell(way, n, wire, jit, axis)
         for n in slices
         for way in WAYS
         for axis in ("model", "data")
         for wire in WIRES
-        for name in ("jax.jit", "drjax.jit")
-        if way == "a round a call" or (axis, wire, name) == ("model", None, "jax.jit")
+        for jit in JITS
+        if way == "a round a call" or (axis, wire, jit) == ("model", None, "jax.jit")
     ]
+
+
+def cell_line(cell: Cell, show: bool = False) -> list[str]:
+    """Compile one program: its line in a table."""
+    jit = JITS[cell.jit]
+    if cell.way in MODELS:
+        report = compiled_model(cell.way, cell.slices, cell.wire, jit)
+        name = f"{cell.way}, {cell.slices} slices"
+    else:
+        program = compiled(*cell[:3], jit, cell.axis)
+        if cell.ordered:
+            return [f"{cell.way}, {cell.wire or 'float32'}", schedule(program)]
+        report = Report.of(program, mesh_of(cell.slices, cell.axis))
+        name = f"{cell.way}, {cell.slices} slices, {cell.axis}, {cell.jit}"
+    if show:
+        print(*cell, report, sep="\n", file=sys.stderr)
+    return line(name, cell.wire, report)
+
+
+def measure(
+    cells: list[Cell], limit: float, kept: Path | None = None, show: bool = False
+) -> list[list[str]]:
+    """The lines of cells, each from a process of its own, or of an earlier run."""
+    text = kept.read_text() if kept and kept.exists() else ""
+    known = {Cell(*cell): got for cell, got in map(json.loads, text.splitlines())}
     lines = []
-    for n, way, axis, wire, name in tqdm(cells):
-        jit = {"jax.jit": jax.jit, "drjax.jit": drjax.jit}[name]
-        report = Report.of(compiled(way, n, wire, jit, axis), mesh_of(n, axis))
-        if show:
-            print(n, way, axis, wire, name, report, sep="\n")
-        lines.append(line(f"{way}, {n} slices, {axis}, {name}", wire, report))
+    for cell in tqdm(cells):
+        if cell not in known:
+            known[cell] = _in_a_process(cell, limit, show)
+            if kept:
+                with kept.open("a") as file:
+                    file.write(json.dumps([cell, known[cell]]) + "\n")
+        lines.append(known[cell])
     return lines
 
 
-def measure_models(names: tuple[str, ...]) -> list[list[str]]:
-    """The lines of the table of language models."""
-    # Not in few bits: the compiler takes many minutes for a vector of so many numbers.
-    return [
-        line(f"{name}, 2 slices", None, compiled_model(name, 2, None, drjax.jit))
-        for name in tqdm(names)
-    ]
+def _in_a_process(cell: Cell, limit: float, show: bool) -> list[str]:
+    command = [sys.executable, "-m", "benchmarks.overlap", "--cell", json.dumps(cell)]
+    command += ["--schedule"] * show
+    try:
+        done = subprocess.run(
+            command, timeout=limit, stdout=subprocess.PIPE, text=True, check=True
+        )
+    except subprocess.TimeoutExpired:
+        name = f"{cell.way}, {cell.slices} slices"
+        late = f"not compiled in {limit:.0f} s"
+        name += f", {cell.axis}, {cell.jit}" * (cell.way in WAYS)
+        if cell.ordered:
+            return [f"{cell.way}, {cell.wire or 'float32'}", late]
+        return [name, cell.wire or "float32", late, "", "", ""]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def markdown(lines: list[list[str]], models: list[list[str]]) -> str:
+ORDERED = [Cell(way, 2, None, "jax.jit", ordered=True) for way in WAYS]
+ORDERED.append(Cell("a round a call", 2, "int8", "jax.jit", ordered=True))
+
+
+def markdown(
+    lines: list[list[str]], models: list[list[str]], orders: list[list[str]]
+) -> str:
     """The tables."""
     columns = ["program", "numbers", "collectives", "sent", "hidden", "Gbit/s"]
     text = (
@@ -299,10 +359,6 @@ def markdown(lines: list[list[str]], models: list[list[str]]) -> str:
             f"{MODEL_STEPS} steps in a round, a delay of {MODEL_DELAY}, by "
             f"`drjax.jit`:\n\n{table(columns, models)}\n"
         )
-    orders = [
-        [f"{way}, {wire or 'float32'}", schedule(compiled(way, 2, wire, jax.jit))]
-        for way, wire in (*((way, None) for way in WAYS), ("a round a call", "int8"))
-    ]
     shown = table(["program", "schedule"], orders)
     return f"{text}\n## What a chip does, in order\n\n{shown}\n"
 
@@ -312,9 +368,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--schedule", action="store_true")
-    parser.add_argument("--models", nargs="*", choices=MODELS, default=["350M", "1B"])
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=[*MODELS])
+    parser.add_argument("--limit", type=float, default=600, help="seconds a program")
+    parser.add_argument("--kept", type=Path, help="lines of programs that are known")
+    parser.add_argument("--cell", type=json.loads, help="one program, for itself")
     args = parser.parse_args()
-    text = markdown(measure(show=args.schedule), measure_models(tuple(args.models)))
+    if args.cell:
+        print(json.dumps(cell_line(Cell(*args.cell), args.schedule)))
+        return
+    models = [Cell(name, 2, wire) for name in args.models for wire in MODEL_WIRES]
+    run = lambda cells: measure(cells, args.limit, args.kept, args.schedule)
+    text = markdown(run(small_cells()), run(models), run(ORDERED))
     write(text, args.out)
 
 
