@@ -19,7 +19,7 @@ from typing import Any
 
 from drjax import _compat
 from drjax._compat.types import Atom, Eqn, Var
-from drjax._jaxprs.walk import definitions, variables
+from drjax._jaxprs.walk import backward_slice, definitions, variables
 from drjax._planner.fences import fence_p
 from drjax._planner.partitioning.environment import Environment
 from drjax._planner.rounds import RoundAssignment
@@ -102,17 +102,13 @@ class _Cones:
         self._eqns: dict[int, Eqn] = {}
 
     def of(self, atoms: Iterable[Atom]) -> set[int]:
-        cone, stack = set[int](), variables(atoms)
-        while stack:
-            var = stack.pop()
-            eqn = self._definition.get(var)
-            if eqn is None or id(eqn) in cone or id(eqn) not in self._local:
-                continue
-            if not eqn.effects and var not in self._observable:
-                cone.add(id(eqn))
-                self._eqns[id(eqn)] = eqn
-                stack += variables(eqn.invars)
-        return cone
+        eqns, _ = backward_slice(atoms, self._definition, self._is_repeated)
+        self._eqns.update(eqns)
+        return set(eqns)
+
+    def _is_repeated(self, var: Var, eqn: Eqn) -> bool:
+        local = id(eqn) in self._local
+        return local and not eqn.effects and var not in self._observable
 
     def work(self, cone: Iterable[int]) -> float:
         for i in cone:

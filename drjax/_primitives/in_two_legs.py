@@ -50,13 +50,21 @@ from drjax._sharding.execute import shard_map_over_devices, sharded_spec
 from drjax._sharding.layout import Placement, find_mesh, make_layout
 
 
-def is_divided(partition: Partition) -> bool:
-    """Whether the mesh in context, of Auto axes, divides the groups over devices."""
+def devices_in_context(partition: Partition) -> int:
+    """Over how many devices the mesh in context, of Auto axes, divides the groups.
+
+    1 without such a mesh. Not of a layout: while a plan is traced, these have no mesh.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
-        return False
+        return 1
     sizes = [mesh.shape[x] for x in partition.mesh_axes if x in mesh.axis_names]
-    return math.prod(sizes) > 1
+    return math.prod(sizes)
+
+
+def is_divided(partition: Partition) -> bool:
+    """Whether the mesh in context, of Auto axes, divides the groups over devices."""
+    return devices_in_context(partition) > 1
 
 
 # ---------------------------------------------------------------------------------

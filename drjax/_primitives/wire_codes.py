@@ -91,7 +91,7 @@ def _numpy_of(x: Array | np.ndarray) -> ModuleType:
 # A compiler for TPUs takes minutes where a vector of millions of numbers becomes an
 # array of a few long slices, or one of slices shorter than the 128 lanes of a register.
 # So what follows computes with vectors, and with arrays whose last axis has 128.
-_LANES = 128
+LANES = 128
 
 
 def in_lanes(x: Array | np.ndarray) -> Any:
@@ -99,9 +99,9 @@ def in_lanes(x: Array | np.ndarray) -> Any:
 
     NumPy's arrays stay as they are.
     """
-    if isinstance(x, np.ndarray) or x.shape[-1] % _LANES:
+    if isinstance(x, np.ndarray) or x.shape[-1] % LANES:
         return x
-    return x.reshape(*x.shape[:-1], x.shape[-1] // _LANES, _LANES)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // LANES, LANES)
 
 
 def _join(lead: tuple[int, ...], parts: list[Any]) -> Any:
@@ -121,18 +121,18 @@ def _split(x: Any, lead: tuple[int, ...], shares: list[int]) -> list[Any]:
     ends = [size * end // max(1, sum(shares)) for end in itertools.accumulate(shares)]
     sizes = [b - a for a, b in itertools.pairwise([0, *ends])]
     x, unit = x.reshape(*lead, size), 1
-    if not isinstance(x, np.ndarray) and not any(c % _LANES for c in sizes):
-        x, unit = in_lanes(x), _LANES
+    if not isinstance(x, np.ndarray) and not any(c % LANES for c in sizes):
+        x, unit = in_lanes(x), LANES
     ends, axis = [end // unit for end in ends[:-1]], len(lead)
     return [part.reshape(-1) for part in _numpy_of(x).split(x, ends, axis=axis)]
 
 
 def _times(x: Any, factor: Any, block: int) -> Any:
     """Multiply a vector, each block of consecutive numbers by a factor of its own."""
-    parts = _LANES // block
-    if isinstance(x, np.ndarray) or x.size % _LANES or not parts or _LANES % block:
+    parts = LANES // block
+    if isinstance(x, np.ndarray) or x.size % LANES or not parts or LANES % block:
         return (x.reshape(-1, block) * factor[:, None]).reshape(-1)
-    x, factor = x.reshape(-1, _LANES), factor.reshape(-1, parts)
+    x, factor = x.reshape(-1, LANES), factor.reshape(-1, parts)
     of_lane = lax.broadcasted_iota(jnp.int32, x.shape, 1) // block
     every = factor[:, :1]
     for i in range(1, parts):

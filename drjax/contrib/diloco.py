@@ -37,7 +37,13 @@ from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._extras import needed
 from drjax._partition import attached_levels, integer_of
 from drjax._primitives.between_slices import free_axes
-from drjax._primitives.in_two_legs import complete, is_divided, received_after
+from drjax._primitives.in_two_legs import (
+    complete,
+    devices_in_context,
+    is_divided,
+    received_after,
+)
+from drjax._primitives.wire_codes import LANES
 from drjax._sharding.layout import find_mesh, host_sharding
 
 Getter = Callable[[PyTree], PyTree]
@@ -606,8 +612,8 @@ class Round:
         late = partial(received_after, on=on)
         if self._in_two_legs(changed):
             wire = collective_options("reduce_mean", self.wire, None)["wire"]
-            joined = partial(_joined, parts=self._devices(), block=wire.block)
-            joined = partial(joined, axes=self._chips())
+            parts, chips = devices_in_context(self.partition), self._chips()
+            joined = partial(_joined, parts=parts, block=wire.block, axes=chips)
             sent = reduce(
                 drjax.map_fn(joined, changed), wire=wire, result="sharded", **options
             )
@@ -646,11 +652,6 @@ class Round:
         worker = params.set(worker, [y if x is None else x for x, y in pairs])
         outer = [*outer[:p], after, *outer[p + 1 :]]
         return part.put(theta, new), outer, worker, alive
-
-    def _devices(self) -> int:
-        """Over how many devices the mesh in context divides the workers."""
-        sizes = jax.sharding.get_abstract_mesh().shape
-        return math.prod(sizes.get(x, 1) for x in self.partition.mesh_axes)
 
     def _chips(self) -> Mapping[str, int]:
         """The other mesh axes in context, over which chips divide a worker's model."""
@@ -746,7 +747,7 @@ def _copies(x: GlobalArray, k: int) -> PartitionedArray:
 # they divide already would gather it. So each leaf is divided along its largest axis,
 # as is usual, and each chip joins its shards. The compiler for TPUs takes minutes to
 # make vectors of arrays whose last axis is not as long as a register.
-_LANES, _ALIGNED = 128, 2**15
+_ALIGNED = 2**15
 
 
 def _joined(tree: PyTree, parts: int, block: int, axes: Mapping[str, int]) -> Array:
@@ -757,11 +758,11 @@ def _joined(tree: PyTree, parts: int, block: int, axes: Mapping[str, int]) -> Ar
     chips = math.prod(axes.values())
     by_chip = [_by_chip(x.astype("float32"), axes) for x in jax.tree.leaves(tree)]
     x = jnp.concatenate(by_chip, axis=1)
-    unit = math.lcm(block, _LANES)
+    unit = math.lcm(block, LANES)
     while 2 * unit <= min(_ALIGNED, x.shape[1] // (64 * parts)):
         unit *= 2
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % (parts * unit))))
-    x = x.reshape(chips, parts, -1, _LANES).swapaxes(0, 1)
+    x = x.reshape(chips, parts, -1, LANES).swapaxes(0, 1)
     return _on_chips(x, None, tuple(axes))
 
 

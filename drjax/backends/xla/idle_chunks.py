@@ -1,7 +1,7 @@
 """Chunks of groups that add zeros: their work is left out, for the XLA backend.
 
-Input: the jaxpr of a local stage. Output: a `Work`, which decides for a chunk of groups
-while it runs whether they have any.
+Input: the jaxpr of a local stage. Output: a `Decision`, for a chunk of groups, made
+while it runs: whether they have any work.
 
 A loop over chunks comes by all groups. Where a reduction takes one group's slice, as
 `drjax.select` and the gradient of an extremum do, or those of a mask, all others add
