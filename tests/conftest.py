@@ -43,7 +43,8 @@ def pytest_collection_modifyitems(items):
     """Of the parameters of a `sampled` test, a third is slow, a third in the grids.
 
     Of what remains of a test with four or more, half is slow with the oldest JAX, and
-    the other half with the newest: each is in one of the two default runs.
+    the other half with the newest: each is in one of the two default runs. So it is of
+    a test that runs `once` and has fewer; one without parameters has the newest.
     """
     from tests.helpers.cases import marks_of  # uses JAX, which is configured by now
 
@@ -61,7 +62,7 @@ def pytest_collection_modifyitems(items):
         if not marks:
             tests[name].append(item)
     for of_test in tests.values():
-        if len(of_test) >= 4:
+        if len(of_test) >= 4 or of_test[0].get_closest_marker("once"):
             # Every second one would often be one value of the last parameter.
             of_test.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
             for item in of_test[NEWEST::2]:
@@ -84,12 +85,12 @@ def size_of(folder: Path) -> int:
 
 
 def compile_quickly(config):
-    """Compile the default tests in two thirds of the time, with the newest JAX.
+    """Compile the default tests in two thirds of the time.
 
-    LLVM does not optimize their code. It does so in the slow tests, and in all tests
-    with the oldest JAX.
+    LLVM does not optimize their code. It does so in the slow tests, those of engines,
+    the frozen programs, and all examples and pages that run.
     """
-    if config.option.markexpr == DEFAULT and NEWEST:
+    if config.option.markexpr == DEFAULT:
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0"
 

@@ -277,9 +277,9 @@ def text_of_round(r, workers):
 
 
 class TestTrainer:
-    def round_(self, workers=2):
+    def round_(self, workers=2, count=2):
         params = first_train_state().params
-        parts = diloco.fragments(params, 3, scanned="layers", apart="embed")
+        parts = diloco.fragments(params, count, scanned="layers", apart="embed")
         options: Any = dict(delay=1, mixing=0.5, drop_diverged=True, fragments=parts)
         return diloco.Round(train_step, {"slices": workers}, **options)
 
@@ -300,7 +300,7 @@ class TestTrainer:
 
     def test_parameters_and_moments_stay_sharded(self):
         with in_mesh(mesh := make_mesh(SLICES)):
-            round_ = self.round_()
+            round_ = self.round_(count=3)
             state = self.start(round_, mesh)
             state, losses = self.train(round_, state, range(6))
         spec = lambda tree: jax.tree.map(lambda x: x.sharding.spec, tree)
@@ -314,13 +314,13 @@ class TestTrainer:
         assert losses[-1] < 0.5 * losses[0]
         assert state.workers.step.tolist() == [6 * H] * 2
         with in_mesh(mesh := make_mesh(dict.fromkeys(SLICES, 1))):
-            round_ = self.round_()
+            round_ = self.round_(count=3)
             _, expected = self.train(round_, self.start(round_, mesh), range(6))
         np.testing.assert_allclose(losses, expected, rtol=1e-3)
 
     def test_between_slices_fragments_are_sent_and_no_more(self):
         with in_mesh(mesh := make_mesh(SLICES)):
-            round_ = self.round_()
+            round_ = self.round_(count=3)
             round_.drop_diverged = False
             state = self.start(round_, mesh)
             compiled = jax.jit(round_).lower(state, text_of_round(0, 2)).compile()

@@ -203,6 +203,7 @@ class Conformance:
     # -----------------------------------------------------------------------------
     # Values
 
+    @pytest.mark.once
     @pytest.mark.parametrize("name", ["value", "value_and_grad", "grad of rounds"])
     def test_programs(self, name):
         for i, case in enumerate(self.cases):

@@ -101,10 +101,12 @@ def program(how, clients=CLIENTS):
     """The mean of the clients' models after two steps, and each client's loss."""
 
     def local(params, x):
-        for _ in range(2):
+        def step(params, _):
             value, grads = jax.value_and_grad(loss)(params, x, how)
-            params = jax.tree.map(lambda w, g: w - 0.1 * g, params, grads)
-        return params, value
+            return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+        params, values = lax.scan(step, params, length=2)
+        return params, values[-1]
 
     @drjax.program(clients=clients)
     def train(params, x):

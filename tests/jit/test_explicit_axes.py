@@ -173,8 +173,9 @@ def _multivariate_normal(key, a):
     return jnp.sum(jax.random.multivariate_normal(key, a, covariance))
 
 
+@pytest.mark.once
 @pytest.mark.sampled
-@pytest.mark.parametrize("draw", [_gamma, _dirichlet, _multivariate_normal])
+@pytest.mark.parametrize("draw", [_multivariate_normal, _gamma, _dirichlet])
 @pytest.mark.parametrize("axes", [{"clients": 4}, {"clients": 2, "model": 2}])
 def test_derivatives_of_draws_that_jax_traces_on_auto_axes(axes, draw):
     """JAX makes Explicit axes Auto in these: residuals have types of that mesh."""

@@ -71,6 +71,7 @@ def test_each_type_of_arguments_is_asked():
         assert of_programs(compiled) == 1
 
 
+@pytest.mark.once
 def test_what_does_not_fit_is_searched_for():
     fn, args = jax.value_and_grad(make_parallel_maml_loss(N)), maml_args(N, 32)
     few, every = (
@@ -115,6 +116,7 @@ def test_what_a_search_compiles_is_not_compiled_again(residuals):
     assert not compiled
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("copied", [False, True])
 def test_each_of_a_search_writes(copied):
     data = np.random.RandomState(0).randn(N, 64, 16).astype(np.float32)

@@ -58,6 +58,7 @@ def test_all_groups_at_once_rematerialize_nothing(f, option, devices):
         np.testing.assert_allclose(run(*args), jax.jit(gradient)(*args), 1e-5, 1e-5)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("f", [unrolled, scanned], ids=lambda f: f.__name__)
 def test_chunks_rematerialize(f):
     """Memory for residuals would grow with the number of groups."""
@@ -91,6 +92,7 @@ def adam_rounds(n, steps=3):
     return jax.grad(last_loss)
 
 
+@pytest.mark.once
 def test_what_an_optimizer_of_a_client_begins_with_is_not_saved_for_each_client():
     """Its zeros are made from nothing, in a map whose other results are costly."""
     run = drjax.jit(adam_rounds(N), groups_per_step=1)

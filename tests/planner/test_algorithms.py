@@ -398,6 +398,7 @@ def gradient_of(fn: Callable) -> Callable:
     return both
 
 
+@pytest.mark.once
 @pytest.mark.sampled
 @checkerboard(3, name=ALGORITHMS)
 def test_plans_and_gradients(name):

@@ -119,6 +119,7 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.once
 @checkerboard(7, fn=PROGRAMS, step=[1, 64])
 def test_they_are_found(fn, step):
     expected = jax.jit(fn)(*ARGS)

@@ -137,6 +137,7 @@ def check_gradients(f, k, mesh, loop):
         np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("k", [None, 1])
 def test_gradients_of_a_planned_function(k):
     """And second derivatives, whose scans read several others."""
@@ -192,6 +193,7 @@ def test_the_number_of_rounds(saved, stacked, moved, rounds, monkeypatch):
     assert {n: choose(n, saved, stacked, moved) for n in rounds} == rounds
 
 
+@pytest.mark.once
 def test_memory_grows_with_the_square_root(monkeypatch):
     monkeypatch.undo()
 

@@ -97,6 +97,7 @@ def test_one_round_saves_nothing_for_another():
     assert "between rounds" not in str(drjax.check(jax.grad(first))(*TYPES))
 
 
+@pytest.mark.once
 def test_what_is_rematerialized_has_the_name_that_jax_gives_it(gradient):
     run = drjax.jit(gradient, groups_per_step=1)
     text = run.lower(*TYPES).compile().as_text() or ""

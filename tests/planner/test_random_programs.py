@@ -239,6 +239,7 @@ def test_what_is_saved_and_what_is_done_again(number):
     assert all(chosen[name] for name in CHOICES[number]), chosen
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("runner", ["drjax", "jax"])
 def test_sums_by_segment_are_added_in_buckets(runner):
     recipe = (("combined", 0, 3, ()), ("out_of_bounds", 0, 0, ()))

@@ -155,6 +155,7 @@ def test_batches():
     agree(jax.vmap(program(lambda x, i: slices(x).at[i].add(1.0)), (2, None), 1), X, I)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("times", [1, len(X), 2 * len(X)])
 def test_updates_of_a_batch_of_any_size(times):
     """Each array of the batch has its own updates, however many arrays there are."""

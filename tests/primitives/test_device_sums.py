@@ -217,6 +217,7 @@ def test_four_bits_are_those_of_the_dtype():
     np.testing.assert_array_equal(np.asarray(y)[::2], want)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("lead", [(), (2,)])
 @pytest.mark.parametrize("block", [32, 96, 128, 256])
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float4_e2m1fn"])

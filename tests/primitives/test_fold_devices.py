@@ -206,6 +206,7 @@ def test_derivatives_by_each_way(where, kind):
         jax.tree.map(close, drjax.jit(gradient)(*args), expected[0])
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("kind", ["affine", "matmul"])
 def test_second_derivatives_by_each_way(kind):
     _, gradient, args = derivatives(kind, 8)

@@ -110,6 +110,7 @@ def test_gradients_cost_no_more_than_hand_written_code(block, run):
     assert flops[0] <= 1.05 * flops[1]
 
 
+@pytest.mark.once
 @checkerboard(4, block=["reduce_max", "reduce_min"], run=RUNS)
 def test_gradients_of_extrema_have_no_array_of_all_segments_of_a_group(block, run):
     with in_mesh(make_mesh({AXIS: DEVICES})):
@@ -172,6 +173,7 @@ def test_infinities_reach_their_segment_only(block, bad, run):
     assert (gradient[6] == 0).all()
 
 
+@pytest.mark.once
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     "dtype", ["bool", "int8", "uint8", "int32", "float8_e4m3fn", "bfloat16", "float16"]

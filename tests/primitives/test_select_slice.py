@@ -136,6 +136,7 @@ def twice(f):
     return jax.grad(lambda x, i: jnp.sum(jax.grad(f)(x, i) ** 2))
 
 
+@pytest.mark.once
 @checkerboard(4, run=RUNS, n=[7, 8])
 def test_derivatives(run, n):
     x = jnp.asarray(np.random.RandomState(0).randn(n, 3))

@@ -99,6 +99,7 @@ def run_step_by_step(method):
     return join(params), workers
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", METHODS)
 def test_rounds_are_the_algorithm_step_by_step(name):
     state = run(METHODS[name])
@@ -112,6 +113,7 @@ def test_rounds_are_the_algorithm_step_by_step(name):
             jax.tree.map(close, own["params"], join(local))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", ["plain", "streaming"])
 def test_the_algorithms_of_plain_blocks_are_the_layer(name):
     """`examples.algorithms` has them from the papers, in blocks alone."""
@@ -150,6 +152,7 @@ def test_one_fragment_that_does_not_wait_is_diloco():
     jax.tree.map(close, run(method).params, run(PLAIN).params)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", ["plain", "streaming"])
 def test_a_synchronization_reduces_its_fragment_and_no_more(name):
     method, P = METHODS[name], max(METHODS[name].fragments, 1)

@@ -9,6 +9,7 @@ from examples import engines
 from tests.helpers.example_rounds import CHOSEN, check_round, names, parameters
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", parameters("xla", marks=pytest.mark.slow))
 def test_a_saved_round_runs_on_xla(name, tmp_path):
     check_round("xla", name, tmp_path)

@@ -23,6 +23,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.once
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("drjax", "docs", "tests", "benchmarks", "experiments", "examples", "configs")
 TEXTS = [

@@ -43,6 +43,7 @@ def saved(plan, folder):
     return drjax.load_plan(folder / "plan.drjax")
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("how", tensor_parallel.HOW)
 def test_a_transformer_equals_that_of_one_device(how, tmp_path):
     plan = tensor_parallel.plan(how)
@@ -55,6 +56,7 @@ def test_a_transformer_equals_that_of_one_device(how, tmp_path):
             tensor_parallel.check(run(*args))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("how", tensor_parallel.HOW)
 def test_reference_and_xla(how, tmp_path):
     args = tensor_parallel.parameters(), tensor_parallel.data(2)
@@ -267,6 +269,7 @@ def test_forged_meshes(tmp_path):
         raises(drjax.PlanFileError, text, drjax.load_plan, forged(axes))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("number", some(range(12), 0, 1))
 def test_random_programs(number):
     """Programs whose groups shard the results of their functions over features."""

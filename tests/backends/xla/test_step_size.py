@@ -87,6 +87,7 @@ def test_not_even_one_fits():
         step_size.largest(64, LINEAR, 500)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "mesh", [{"clients": 4}, pytest.param(None, marks=pytest.mark.slow)]
 )

@@ -102,6 +102,7 @@ def test_a_crash_in_each_block_loses_one_call_at_most(algorithm, tmp_path, block
     assert not [kind for kind in kinds if kind.startswith((".", "step"))]
 
 
+@pytest.mark.once
 def test_a_crash_after_each_file(scaffold, tmp_path, monkeypatch):
     """Also between the results of a call and the end of its own checkpoint."""
     from drjax import _storage
