@@ -18,7 +18,9 @@ from drjax._plan.value import Value
 
 def is_key(dtype: DTypeLike) -> bool:
     """Whether a dtype is that of typed keys, such as `jax.random.key` returns."""
-    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    # First what is quick: no dtype of numpy is one of keys.
+    numpys = isinstance(dtype, np.dtype)
+    return not numpys and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 @functools.lru_cache(maxsize=64)

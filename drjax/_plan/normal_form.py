@@ -51,7 +51,7 @@ class Round(Record):
         """The steps of a class, in their order."""
         return tuple(step for step in self.steps if isinstance(step, kind))
 
-    @property
+    @functools.cached_property
     def server(self) -> Stage:
         """Global computation that the round's communication needs."""
         return self.all(Stage)[0]
@@ -66,7 +66,7 @@ class Round(Record):
         """Pairs of a global value and its slices, of which group i receives slice i."""
         return tuple((step.source, step.result) for step in self.all(Scatter))
 
-    @property
+    @functools.cached_property
     def local(self) -> Stage:
         """The computation of one group."""
         return self.all(Stage)[1]
@@ -76,12 +76,12 @@ class Round(Record):
         """Reductions of the groups' results, and gathers, communicated together."""
         return tuple(s for s in self.steps if isinstance(s, Reduce | Gather))
 
-    @property
+    @functools.cached_property
     def partials(self) -> tuple[Reduce, ...]:
         """The reductions that consist of partial reductions, all except gathers."""
         return self.all(Reduce)
 
-    @property
+    @functools.cached_property
     def folds(self) -> tuple[Fold, ...]:
         """Folds of the groups' states, with the reductions."""
         return self.all(Fold)
@@ -96,7 +96,7 @@ class Round(Record):
         """Loops that start after the reductions and moves."""
         return self.all(Loop)
 
-    @property
+    @functools.cached_property
     def sources(self) -> tuple[tuple[str, Value], ...]:
         """What of the local stage is combined while it runs, with the operations.
 
@@ -106,7 +106,7 @@ class Round(Record):
         folded = [(fold.op, value) for fold in self.folds for value in fold.sources]
         return (*((r.op, r.source) for r in self.partials), *folded)
 
-    @property
+    @functools.cached_property
     def combined(self) -> tuple[Value, ...]:
         """The results of what combines the local stage's outputs while it runs.
 

@@ -30,6 +30,7 @@ Sharp edges: partial reductions have a wider dtype than the values (`accumulator
 devices, `wide` on the host), but not if the reduction `selects` a value.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -73,6 +74,7 @@ FEW_NUMBERS = 1024
 MANY_STEPS = 4096
 
 
+@functools.lru_cache(maxsize=64)
 def wide(dtype: DTypeLike) -> DTypeLike:
     """Return the dtype in which the host combines workers' partial reductions.
 

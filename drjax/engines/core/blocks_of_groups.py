@@ -48,7 +48,7 @@ def blocks_of_groups(
     for low in range(start, stop, size):
         high = min(low + size, stop)
         known = alive[low - start : high - start]
-        groups = range_of_groups(low, high)
+        masked = None if known.all() else known.copy()
         if not items:
             batches = _batches(cursors, high - low)
             if batches is not None:
@@ -58,19 +58,19 @@ def blocks_of_groups(
                     else x.block(low, high)
                     for x in slices
                 ]
-                yield Block(groups, known.copy(), arrays), {}
+                yield Block.of_range(low, high, arrays, masked), {}
                 continue
             # From here on one by one, which tells the groups that cannot be read.
             items = {key: x.between(low, stop) for key, x in sources.items()}
         read = {k: list(itertools.islice(x, high - low)) for k, x in items.items()}
         failed = _failures(itertools.chain.from_iterable(read.values()))
-        valid = known & ~np.isin(groups, list(failed))
+        valid = known & ~np.isin(range_of_groups(low, high), list(failed))
         leaves = {k: _that_count(part, valid) for k, part in read.items()}
         arrays = [x.block(low, high, leaves.get(id(x.source), ())) for x in slices]
         # A group that was dropped before is read too, as iterators cannot skip, but its
         # failure is not news.
         news = {g: why for g, why in failed.items() if known[g - low]}
-        yield Block(groups, valid, arrays), news
+        yield Block.of_range(low, high, arrays, valid), news
     for item in items.values():
         next(item, None)  # too many groups are an error
 

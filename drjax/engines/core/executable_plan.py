@@ -36,6 +36,8 @@ from drjax.engines.core.options import EngineOptions
 from drjax.engines.slices.slices import read_if_lazy
 from drjax.plan import Fold, Plan, Round, Stage, Value
 
+_SMALL = 64 << 10  # bytes, of which a copy costs less than what else `device_put` does
+
 
 class ExecutablePlan:
     """A plan with server stages to run in this process, and a plan file for workers.
@@ -167,14 +169,20 @@ class ExecutablePlan:
         and the groups of a partitioned value along its `Value.axis`. None, for one that
         the caller replaces afterwards, becomes 0.
         """
-        # At once, as each call takes 0.1 ms; `jnp.asarray` copies twice.
-        arrays = [
-            0 if x is None else from_raw(x, value.dtype)
-            for value, x in zip(
-                self.plan.outputs, jax.device_put([*outputs]), strict=True
-            )
-        ]
+        pairs = zip(self.plan.outputs, _on_device([*outputs]), strict=True)
+        arrays = [0 if x is None else from_raw(x, v.dtype) for v, x in pairs]
         return self.plan.out_tree.unflatten(arrays)
+
+
+_copied = jax.jit(lambda arrays: arrays)
+
+
+def _on_device(arrays: list[np.ndarray | None]) -> list[Any]:
+    """Convert arrays to those of JAX, all at once; `jnp.asarray` copies twice."""
+    if sum(x.nbytes for x in arrays if x is not None) > _SMALL:
+        return jax.device_put(arrays)  # without a copy, which the others need not save
+    with jax.transfer_guard_host_to_device("allow"):
+        return _copied(arrays)
 
 
 def scatter(slices: Value, whole: np.ndarray) -> np.ndarray:

@@ -57,10 +57,19 @@ class Job:
         The task runs the groups one by one if `search` is true, and returns partial
         reductions with `wire=` encoded if `encode` is.
         """
-        settings = self.size, self.check_nans, self.drop
-        options = {"search": search, "stay": self.stay, "encode": encode}
-        options |= {"apart": self.apart, "save": self.save, "full": self.full}
-        return Task(self.stage, block, *settings, **options)
+        return Task(
+            stage=self.stage,
+            block=block,
+            size=self.size,
+            check_nans=self.check_nans,
+            drop=self.drop,
+            search=search,
+            stay=self.stay,
+            encode=encode,
+            save=self.save,
+            apart=self.apart,
+            full=self.full,
+        )
 
     def run(
         self, block: Block, failed: dict[int, str], encode: bool = True
@@ -73,7 +82,7 @@ class Job:
         raised.
         """
         result = BlockResult([], [], {})
-        if block.valid.any():
+        if not block.empty:
             try:
                 task = self.task(block, encode=encode)
                 result = worker.run(self.file, task, self.shared)

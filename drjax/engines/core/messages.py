@@ -62,11 +62,41 @@ class Block:
     valid: np.ndarray
     slices: list[Any]
 
+    @classmethod
+    def of_range(
+        cls, first: int, stop: int, slices: list[Any], valid: np.ndarray | None = None
+    ) -> "Block":
+        """Make a block of consecutive groups; `valid` None: all of them take part."""
+        all_ = np.ones(stop - first, bool) if valid is None else valid
+        block = cls(range_of_groups(first, stop), all_, slices)
+        # Known, so that it is not looked for.
+        vars(block)["place"] = slice(first, stop)
+        if valid is None:
+            vars(block)["full"] = True
+        return block
+
+    def with_slices(self, slices: list[Any]) -> "Block":
+        """Return a copy with other slices."""
+        block = Block(self.groups, self.valid, slices)
+        known = {k: x for k, x in vars(self).items() if k in ("place", "full")}
+        vars(block).update(known)
+        return block
+
     def __reduce__(self) -> tuple[Any, ...]:
         # Most blocks are of consecutive groups that all take part: two numbers.
-        if isinstance(self.place, slice) and self.valid.all():
+        if isinstance(self.place, slice) and self.full:
             return _of_range, (self.place.start, self.place.stop, self.slices)
         return Block, (self.groups, self.valid, self.slices)
+
+    @functools.cached_property
+    def full(self) -> bool:
+        """Whether all groups take part."""
+        return bool(self.valid.all())
+
+    @property
+    def empty(self) -> bool:
+        """Whether no group takes part."""
+        return not len(self.groups) if self.full else not self.valid.any()
 
     @functools.cached_property
     def place(self) -> slice | np.ndarray:
@@ -107,6 +137,10 @@ class Block:
 
     def batches(self, size: int) -> Iterator[tuple[slice, "Block"]]:
         """Yield the parts of up to `size` groups in which a group takes part."""
+        if len(self.groups) <= size:
+            if not self.empty:
+                yield slice(0, len(self.groups)), self
+            return
         for low in range(0, len(self.groups), size):
             part = slice(low, min(low + size, len(self.groups)))
             if self.valid[part].any():
@@ -122,7 +156,7 @@ class Block:
         must be one. It is this block itself if it has `size` groups and none is masked.
         """
         # Most blocks are full: no copy for them.
-        if len(self.valid) == size and self.valid.all():
+        if len(self.valid) == size and self.full:
             return self
         index = np.zeros(size, np.int64)
         index[: len(self.valid)] = np.arange(len(self.valid))
@@ -135,7 +169,7 @@ class Block:
 
 
 def _of_range(first: int, stop: int, slices: list[Any]) -> Block:
-    return Block(range_of_groups(first, stop), np.ones(stop - first, bool), slices)
+    return Block.of_range(first, stop, slices)  # pickle is slower for methods
 
 
 def range_of_groups(first: int, stop: int) -> np.ndarray:
@@ -189,6 +223,10 @@ class Task:
     save: str = ""
     apart: bool = False
     full: int = 0
+
+    def with_block(self, block: Block) -> "Task":
+        """Return a copy with another block."""
+        return Task(**{**vars(self), "block": block})
 
 
 @dataclass(frozen=True)

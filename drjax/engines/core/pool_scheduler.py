@@ -159,10 +159,10 @@ class _Scheduler:
                 index, (block, failed) = item
                 state = _BlockState((index,), block, failed)
                 ordered.waiting.append(state.position)
-                if block.valid.any():
-                    self.in_flight.send(state)
-                else:
+                if block.empty:
                     ordered.add(state, _only_failures({}))
+                else:
+                    self.in_flight.send(state)
             self.call.check()
             self.call.workers(self.in_flight.pool.working)
             # Nothing is in flight if no group of the blocks so far takes part.
@@ -468,7 +468,8 @@ class _OrderedResults:
 
         The groups in `state.failed` are added to those that failed.
         """
-        result = replace(result, failed=result.failed | state.failed)
+        if state.failed:
+            result = replace(result, failed=result.failed | state.failed)
         self._results[state.position] = state.block, result
 
     def split(self, state: _BlockState, halves: list[_BlockState]) -> None:

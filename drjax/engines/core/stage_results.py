@@ -11,7 +11,6 @@ Sharp edges: `finish` may be called once, when all blocks are in.
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -101,7 +100,8 @@ class StageResults:
         # A shorter last block says nothing of the time of the others.
         if len(block.groups) == self._block_size:
             # Without values, which would stay in memory until the end of the stage.
-            time_only = replace(block_result, partials=[], slices=[], piece=None)
+            pid, seconds = block_result.pid, block_result.seconds
+            time_only = BlockResult([], [], {}, pid, seconds)
             self.full_blocks.append(time_only)
 
     def finish(self) -> list[Any]:

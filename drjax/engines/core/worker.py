@@ -104,7 +104,7 @@ class LoadedPlan:
         # The partial reductions include the groups that failed, so the block runs
         # again.
         for _ in range(2):  # as it is, then without the groups that failed
-            if not block.valid.any():
+            if block.empty:
                 break
             try:
                 outs = stage.run_block(block, shared, task.size, task.full)
@@ -129,9 +129,9 @@ class LoadedPlan:
             block = block.without_failed(failures)
         # No single group raises: memory, a bug of the batched function, or an error
         # that comes and goes. To drop groups for that would hide it.
-        if error is not None and (not failed or (task.drop and block.valid.any())):
+        if error is not None and (not failed or (task.drop and not block.empty)):
             raise error
-        if not block.valid.any() or (failed and not task.drop):
+        if block.empty or (failed and not task.drop):
             outs = None
         partials: list[Any] = []
         if outs is not None:
@@ -329,7 +329,7 @@ class CompiledStage:
         fewer batches if they fit.
         """
         whole = len(block.groups) == full and isinstance(block.place, slice)
-        if whole and size < full and block.valid.all() and not self.stage.mesh:
+        if whole and size < full and block.full and not self.stage.mesh:
             size = self._fitting_batch(block, shared, size)
         batches = -(-len(block.groups) // size)
         if batches > 1:
@@ -343,7 +343,7 @@ class CompiledStage:
             # One shape for all batches, so that XLA compiles the stage once.
             padded = batch.padded(size)
             # On a mesh a batch is one group, compiled for a mask.
-            all_ = padded.valid.all() and not self.stage.mesh
+            all_ = padded.full and not self.stage.mesh
             mask = None if all_ else padded.valid
             groups = padded.groups
             if all_ and isinstance(padded.place, slice):

@@ -16,8 +16,8 @@ second thread.
 import os
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -69,11 +69,10 @@ def without_slices(
         # itself, as one may change and another not, and for all rounds.
         key = name, task.stage, i, *groups
         parts.append([np.asarray(x)] if small else reference(key, [x], groups))
-    return replace(task, block=replace(block, slices=[])), sources, parts
+    return task.with_block(block.with_slices([])), sources, parts
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """A part of a message that an argument of `Worker.run` has, by its index.
 
     Attributes:
@@ -84,9 +83,8 @@ class Stored:
     number: int | None = None
 
 
-@dataclass(frozen=True)
-class Message:
-    """What a worker is sent with a task, pickled; see `without_slices`.
+class Message(NamedTuple):
+    """What a worker is sent with a task, as bytes; see `without_slices`.
 
     Attributes:
       name: Of the plan file.
@@ -107,6 +105,24 @@ class Message:
     parts: list[Arrays | Stored | int]
     outdated: list[int] | None
     inputs: Stored | None = None
+
+    def to_bytes(self) -> bytes:
+        return pickle.dumps(self._replace(task=_fields(self.task))[:])
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Message":
+        name, file, task, *rest = pickle.loads(data)
+        return cls(name, file, Task(*task), *rest)
+
+
+def _fields(x: Any) -> tuple[Any, ...]:
+    """Return the fields of a dataclass in their order: pickle is slow with objects."""
+    return tuple(vars(x).values())
+
+
+def result_of(data: bytes | BlockResult) -> BlockResult:
+    """Return the result that `Worker.run` has returned, pickled or not."""
+    return BlockResult(*pickle.loads(data)) if isinstance(data, bytes) else data
 
 
 class Worker:
@@ -131,7 +147,7 @@ class Worker:
         It is pickled if it is small. If the stage fails, and no single group does, the
         exception is raised.
         """
-        message: Message = pickle.loads(data)
+        message = Message.from_bytes(data)
         # Before the task, which may be skipped: later tasks only name the file.
         if message.file is not None:
             self._files[message.name] = arguments[message.file.argument]
@@ -159,12 +175,12 @@ class Worker:
             for x in message.sources
         ]
         # The task came without its slices, which may be views of the shared store.
-        block, failed = replace(task.block, slices=slices), {}
+        block, failed = task.block.with_slices(slices), {}
         if message.inputs is not None:
             lazy: Any = arguments[message.inputs.argument]
             block, failed = read_by_workers.read(block, lazy)
-        task, result = replace(task, block=block), BlockResult([], [], {}, os.getpid())
-        if block.valid.any():
+        task, result = task.with_block(block), BlockResult([], [], {}, os.getpid())
+        if not block.empty:
             # The worker module keeps the compiled stages of a file, by its key.
             result = worker.run(self._files[message.name], task, read(message.shared))
         result.failed.update(failed)
@@ -212,4 +228,4 @@ class Worker:
 def _pickled(result: BlockResult) -> bytes | BlockResult:
     """Pickle a result, unless it has large arrays, which the engine may share."""
     sizes = (getattr(x, "nbytes", 0) for x in (*result.partials, *result.slices))
-    return pickle.dumps(result) if sum(sizes) <= _SMALL else result
+    return pickle.dumps(_fields(result)) if sum(sizes) <= _SMALL else result

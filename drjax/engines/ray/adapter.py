@@ -19,7 +19,6 @@ when a call fails goes on to its end.
 
 import itertools
 import os
-import pickle
 import sys
 import time
 import warnings
@@ -40,7 +39,13 @@ from drjax.engines.core.driver import Runner
 from drjax.engines.core.messages import Block, BlockResult, Task, WorkerState
 from drjax.engines.core.options import EngineOptions, checked_integer
 from drjax.engines.core.protocols import Lost, Results, StageCall
-from drjax.engines.ray.actor import Message, Stored, Worker, without_slices
+from drjax.engines.ray.actor import (
+    Message,
+    Stored,
+    Worker,
+    result_of,
+    without_slices,
+)
 from drjax.engines.ray.dataset_rows import DatasetRows, rows_of
 from drjax.engines.ray.metrics import Metrics
 from drjax.engines.ray.placement import Placement
@@ -553,11 +558,11 @@ class Actors(Keeping):
         self._placement.settle(wait, self._replace, call.options.timeout)
         self._slices.begin()
         self._own.clear()  # of tasks that a failed call has left
-        lazy = [x for x in call.slices if readable(x)]
-        self._inputs = self._connection.live().put(lazy) if lazy else None
-        index = itertools.count()
-        slices = [Unread(x, next(index)) if readable(x) else x for x in call.slices]
-        call = replace(call, slices=slices)
+        lazy, self._inputs = [x for x in call.slices if readable(x)], None
+        if lazy:
+            self._inputs, index = self._connection.live().put(lazy), itertools.count()
+            slices = [Unread(x, next(index)) if readable(x) else x for x in call.slices]
+            call = replace(call, slices=slices)
         blocks = -(-len(call.alive) // call.block_size)
         if blocks > MOST and call.partial_bytes >= _ADDED:
             return self._added_up(call, call.options.retry("worker").times)
@@ -647,7 +652,7 @@ class Actors(Keeping):
         )
         run, apart = actor.run, bool(task.stay) + task.apart
         run = run.options(num_returns=1 + apart) if apart else run
-        refs = run.remote(pickle.dumps(message), *arguments)
+        refs = run.remote(message.to_bytes(), *arguments)
         handle, *own = refs if isinstance(refs, list) else [refs]
         partials = own.pop() if task.apart else None
         self._own[handle] = own[0] if own else None, partials
@@ -675,12 +680,13 @@ class Actors(Keeping):
             # Slices may have been lost on their way, so that the task has not begun.
             self._placement.unsure(actor)
             raise
-        result = pickle.loads(result) if isinstance(result, bytes) else result
+        result = result_of(result)
         slices, partials = self._own.pop(handle)
         if partials is not None and result.partials:
             result = replace(result, partials=[partials])
-        piece = None if slices is None else _Piece(slices, result.saved)
-        return replace(result, piece=piece)
+        if slices is not None:
+            result = replace(result, piece=_Piece(slices, result.saved))
+        return result
 
     def abandon(self, handle: ObjectRef) -> None:
         self._replace(self._placement.finished(handle))

@@ -24,6 +24,7 @@ class ListeningProcess:
 
     def __init__(self, path: str):
         self._descriptor: int | None = None
+        self._poll = select.poll()
         try:
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.connect(path)
@@ -34,6 +35,8 @@ class ListeningProcess:
             # struct ucred: process, user, group.
             pid, _, _ = struct.unpack("3i", credentials)
             self._descriptor = os.pidfd_open(pid)
+            # A pidfd is readable once its process has ended.
+            self._poll.register(self._descriptor, select.POLLIN)
         # AttributeError: not on Linux. OSError: nothing listens, or the process is in
         # another container, so that it has no id in this one.
         except (OSError, AttributeError):
@@ -44,12 +47,8 @@ class ListeningProcess:
 
         False also if the process cannot be watched, or after `close`.
         """
-        if self._descriptor is None:
-            return False
-        # A pidfd is readable once its process has ended; a timeout of 0 never waits.
-        poll = select.poll()
-        poll.register(self._descriptor, select.POLLIN)
-        return bool(poll.poll(0))
+        # A timeout of 0 never waits.
+        return self._descriptor is not None and bool(self._poll.poll(0))
 
     def close(self) -> None:
         """Stop watching the process: `ended` returns False from now on."""

@@ -587,14 +587,15 @@ def flat_slices(
     partitioned input `[n, ...]`, with the slices along axis 0. For each leaf of a
     `Groups` it has a `Lazy`, which reads its slices later; other `Slices` as they are.
     """
-    # For each argument the indices of its leaves, as a `Groups` replaces all of them.
-    # Arguments that the plan lacks have none, and `flat_inputs` refuses them.
-    positions = plan.in_tree.unflatten(range(len(plan.inputs)))
-    args = tuple(
-        _lazy(plan, a, positions[0][i] if i < len(positions[0]) else None)
-        for i, a in enumerate(args)
-    )
-    kwargs = {k: _lazy(plan, a, positions[1].get(k)) for k, a in kwargs.items()}
+    if any(isinstance(x, Groups) for x in (*args, *kwargs.values())):
+        # For each argument the indices of its leaves, as a `Groups` replaces all of
+        # them. Arguments that the plan lacks have none, and `flat_inputs` refuses them.
+        positions = plan.in_tree.unflatten(range(len(plan.inputs)))
+        args = tuple(
+            _lazy(plan, a, positions[0][i] if i < len(positions[0]) else None)
+            for i, a in enumerate(args)
+        )
+        kwargs = {k: _lazy(plan, a, positions[1].get(k)) for k, a in kwargs.items()}
     arrays = []
     for value, x in zip(
         plan.inputs, flat_inputs(plan, args, kwargs, as_array), strict=True
@@ -602,7 +603,8 @@ def flat_slices(
         if not isinstance(x, Slices):
             if not isinstance(x, Constant):
                 x = np.asarray(to_raw(x) if is_key(x.dtype) else x)
-            x = np.moveaxis(x, value.axis, 0) if value.partitioned else x
+            if value.partitioned and value.axis:
+                x = np.moveaxis(x, value.axis, 0)
         arrays.append(x)
     return arrays
 

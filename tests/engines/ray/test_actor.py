@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from drjax.engines.core.executable_plan import ExecutablePlan
-from drjax.engines.core.messages import Block, BlockResult, Task
-from drjax.engines.ray.actor import Message, Stored, Worker
+from drjax.engines.core.messages import Block, Task
+from drjax.engines.ray.actor import Message, Stored, Worker, result_of
 from tests.helpers.conformance import slices_for, weighted_plan
 
 N = 4
@@ -28,7 +28,7 @@ class Sent:
         task = Task(0, block, N, False, False, stay=stay)
         shared = [np.array(2, np.float32)]
         message = Message("name", file, task, [0, 1], shared, parts, outdated)
-        return self.worker.run(pickle.dumps(message), *arguments)
+        return self.worker.run(message.to_bytes(), *arguments)
 
 
 def test_slices_are_named_after_they_were_sent():
@@ -36,8 +36,8 @@ def test_slices_are_named_after_they_were_sent():
     parts = [Stored(1, 5), [sent.w]]
     first = sent.run(parts, None, sent.file, [sent.x], file=Stored(0))
     again = sent.run([5, [sent.w]], [])
-    results = [pickle.loads(x) for x in (first, again)]
-    assert isinstance(first, bytes) and isinstance(results[0], BlockResult)
+    assert isinstance(first, bytes)
+    results = [result_of(x) for x in (first, again)]
     for x, y in zip(*(result.partials for result in results), strict=True):
         np.testing.assert_array_equal(x, y)
     with pytest.raises(KeyError):
