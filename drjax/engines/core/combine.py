@@ -35,6 +35,7 @@ Totals = list[Any]
 # The operation of what blocks return for folds: the group index, and states.
 FOLD = "fold"
 _PART = 1 << 16  # elements
+_FEW = 1 << 10  # bytes, which go through none of the steps for large arrays
 _ALIGNED = 64  # bytes: XLA reads an array of the host in place if it begins there
 
 
@@ -174,6 +175,12 @@ def result(
     partials = [x for x in (total, *waiting) if x is not None]
     if not partials:  # no group takes part
         return np.full(source.shape, op.if_no_group, source.dtype)
+    if source.nbytes <= _FEW:
+        first, *rest = map(decoded, partials)
+        combined = first.astype(op.wide(first.dtype))
+        for x in rest:
+            combined = op.ufunc(combined, x.astype(combined.dtype))
+        return np.asarray(op.finish(combined, groups)).astype(source.dtype)
     done = aligned(np.shape(decoded(partials[0])), source.dtype)
     for part, x in _by_parts(reduce.op, None, partials):
         # Groups that took part: a mean with dropped groups is that of survivors.

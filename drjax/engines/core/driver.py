@@ -673,8 +673,12 @@ class _Call:
         size = min(options.block_size or block_size.value, n)
         at_once = equal_batches(size, block_size.batch)
         call = StageCall(
-            job=replace(
-                runner.executable.job(a_round, env, location, at_once, options),
+            job=runner.executable.job(
+                a_round,
+                env,
+                location,
+                at_once,
+                options,
                 stay=runner.kept.staying(kept, staying),
                 save="" if runner.slice_files is None else runner.slice_files.folder,
                 full=size,

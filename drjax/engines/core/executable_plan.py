@@ -142,13 +142,14 @@ class ExecutablePlan:
         location: str,
         size: int,
         options: EngineOptions,
+        **more: Any,
     ) -> Job:
         """Make the `Job` for workers: a round's local stage with its global inputs.
 
         These are read from `env`. `location` is that of the round, for errors: `2`, or
         `2.scan.0.1` for round 1 in body 0 of the loop `scan` in round 2. `size` is the
         number of groups that run at once. Of the options `check_nans` and `on_error`
-        are used.
+        are used. `more` are other fields of the job.
         """
         stage = a_round.local
         return Job(
@@ -160,6 +161,7 @@ class ExecutablePlan:
             check_nans=options.check_nans,
             drop=options.on_error == "drop",
             shared=env.read(v for v in stage.inputs if not v.partitioned),
+            **more,
         )
 
     def results(self, outputs: Sequence[np.ndarray | None]) -> Any:

@@ -175,12 +175,15 @@ class Worker:
             for x in message.sources
         ]
         # The task came without its slices, which may be views of the shared store.
-        block, failed = task.block.with_slices(slices), {}
+        task.block.slices.extend(slices)
+        failed: dict[int, str] = {}
         if message.inputs is not None:
             lazy: Any = arguments[message.inputs.argument]
-            block, failed = read_by_workers.read(block, lazy)
-        task, result = task.with_block(block), BlockResult([], [], {}, os.getpid())
-        if not block.empty:
+            block, failed = read_by_workers.read(task.block, lazy)
+            task = task.with_block(block)
+        if task.block.empty:
+            result = BlockResult([], [], {}, os.getpid())
+        else:
             # The worker module keeps the compiled stages of a file, by its key.
             result = worker.run(self._files[message.name], task, read(message.shared))
         result.failed.update(failed)

@@ -99,19 +99,21 @@ class ResidentSlices:
         only under `key`. Slices that do not fit into the `limit` are stored for this
         call alone.
         """
+        # Compared in full: hashing would be slower than comparing, and an identity
+        # check would miss a change in place.
+        entry = self._entries.get(key)
+        if entry is not None and entry.has(slices):
+            entry.used = self._runs
+            return entry.reference
+        self._remove(key)
         keys = self._keys.setdefault(place, set()) if place is not None else set()
-        for other in (key, *(keys - {key})):
+        for other in keys - {key}:
             entry = self._entries.get(other)
-            # Compared in full: hashing would be slower than comparing, and an identity
-            # check would miss a change in place.
             if entry is not None and entry.has(slices):
-                if other != key:
-                    self._remove(key)
-                    self._entries[key], entry.keys = entry, entry.keys + 1
-                    keys.add(key)
+                self._entries[key], entry.keys = entry, entry.keys + 1
+                keys.add(key)
                 entry.used = self._runs
                 return entry.reference
-        self._remove(key)
         # Plain arrays, which Ray stores without a copy on the way.
         reference = self._put([*map(np.asarray, slices)])
         size = sum(x.nbytes for x in slices)
