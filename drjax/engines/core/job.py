@@ -89,7 +89,7 @@ class Job:
             except Exception as error:
                 raise RuntimeError(
                     f"The groups' work failed in {self.location}, in a block from "
-                    f"group {block.groups[0]} on: {type(error).__name__}: {error}"
+                    f"group {block.group(0)} on: {type(error).__name__}: {error}"
                 ) from error
         # Groups that could not be read failed before the stage began.
         result.failed.update(failed)

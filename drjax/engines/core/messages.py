@@ -16,7 +16,7 @@ import functools
 import itertools
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -44,9 +44,10 @@ class File:
     custom_calls: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
 class Block:
-    """c groups that a worker runs for one result, with their inputs.
+    """c groups that a worker runs for one result, with their inputs. It never changes.
+
+    What follows from consecutive groups that all take part is made when it is read.
 
     Attributes:
       groups: The group indices, int32 `[c]`.
@@ -58,28 +59,26 @@ class Block:
         have.
     """
 
-    groups: np.ndarray
-    valid: np.ndarray
-    slices: list[Any]
+    def __init__(self, groups: np.ndarray, valid: np.ndarray, slices: list[Any]):
+        self.groups, self.valid, self.slices = groups, valid, slices
 
     @classmethod
     def of_range(
         cls, first: int, stop: int, slices: list[Any], valid: np.ndarray | None = None
     ) -> "Block":
         """Make a block of consecutive groups; `valid` None: all of them take part."""
-        all_ = np.ones(stop - first, bool) if valid is None else valid
-        block = cls(range_of_groups(first, stop), all_, slices)
-        # Known, so that it is not looked for.
-        vars(block)["place"] = slice(first, stop)
+        block = cls.__new__(cls)
+        block.slices, block.place = slices, slice(first, stop)
         if valid is None:
-            vars(block)["full"] = True
+            block.full = True
+        else:
+            block.valid = valid
         return block
 
     def with_slices(self, slices: list[Any]) -> "Block":
         """Return a copy with other slices."""
-        block = Block(self.groups, self.valid, slices)
-        known = {k: x for k, x in vars(self).items() if k in ("place", "full")}
-        vars(block).update(known)
+        block = Block.__new__(Block)
+        vars(block).update(vars(self), slices=slices)
         return block
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -89,18 +88,16 @@ class Block:
         return Block, (self.groups, self.valid, self.slices)
 
     @functools.cached_property
-    def full(self) -> bool:
-        """Whether all groups take part."""
-        return bool(self.valid.all())
-
-    @property
-    def empty(self) -> bool:
-        """Whether no group takes part."""
-        return not len(self.groups) if self.full else not self.valid.any()
+    def groups(self) -> np.ndarray:
+        return range_of_groups(self.place.start, self.place.stop)
 
     @functools.cached_property
-    def place(self) -> slice | np.ndarray:
-        """Where the groups are among all, as a slice if they are consecutive."""
+    def valid(self) -> np.ndarray:
+        return np.ones(len(self), bool)
+
+    @functools.cached_property
+    def place(self) -> Any:
+        """Where the groups are among all: a slice if they are consecutive, or int32."""
         if not len(self.groups):
             return self.groups
         first = int(self.groups[0])
@@ -109,9 +106,29 @@ class Block:
             return self.groups
         return slice(first, first + len(self.groups))
 
+    @functools.cached_property
+    def full(self) -> bool:
+        """Whether all groups take part."""
+        return bool(self.valid.all())
+
+    @property
+    def empty(self) -> bool:
+        """Whether no group takes part."""
+        return not len(self) if self.full else not self.valid.any()
+
+    def __len__(self) -> int:
+        place = self.place
+        return place.stop - place.start if isinstance(place, slice) else len(place)
+
+    def group(self, position: int) -> int:
+        """Return the index of the group at a position, which may be -1: the last."""
+        if isinstance(self.place, slice):
+            return int(range(self.place.start, self.place.stop)[position])
+        return int(self.groups[position])
+
     def without(self, out: np.ndarray) -> "Block":
         """Return a copy that also masks the groups in `out`, bool `[c]`."""
-        return replace(self, valid=self.valid & ~out)
+        return Block(self.groups, self.valid & ~out, self.slices)
 
     def without_failed(self, failed: dict[int, str]) -> "Block":
         """Return a copy that also masks those groups of the block that have failed."""
@@ -137,14 +154,17 @@ class Block:
 
     def batches(self, size: int) -> Iterator[tuple[slice, "Block"]]:
         """Yield the parts of up to `size` groups in which a group takes part."""
-        if len(self.groups) <= size:
+        if len(self) <= size:
             if not self.empty:
-                yield slice(0, len(self.groups)), self
+                yield slice(0, len(self)), self
             return
-        for low in range(0, len(self.groups), size):
-            part = slice(low, min(low + size, len(self.groups)))
-            if self.valid[part].any():
-                slices = [x[part] for x in self.slices]
+        for low in range(0, len(self), size):
+            part = slice(low, min(low + size, len(self)))
+            slices = [x[part] for x in self.slices]
+            if self.full and isinstance(self.place, slice):
+                first = self.place.start
+                yield part, Block.of_range(first + low, first + part.stop, slices)
+            elif self.valid[part].any():
                 yield part, Block(self.groups[part], self.valid[part], slices)
 
     def padded(self, size: int) -> "Block":
@@ -156,7 +176,7 @@ class Block:
         must be one. It is this block itself if it has `size` groups and none is masked.
         """
         # Most blocks are full: no copy for them.
-        if len(self.valid) == size and self.full:
+        if len(self) == size and self.full:
             return self
         index = np.zeros(size, np.int64)
         index[: len(self.valid)] = np.arange(len(self.valid))

@@ -362,7 +362,7 @@ class _InFlight:
         state.task_number = task.number
         if self.timeout is not None:
             # A search may take as long as halving the block down to one group.
-            limits = 1 if state.search is None else 1 + len(block.groups).bit_length()
+            limits = 1 if state.search is None else 1 + len(block).bit_length()
             state.deadline = time.monotonic() + limits * self.timeout
         state.alone = self._depth == 1
         self._states[self.pool.submit(task, self.file, self.shared)] = state

@@ -77,7 +77,7 @@ class StageResults:
         that the block masks do not count either.
         """
         # A group that failed in this block itself is not alive any more.
-        good = block.valid & alive[block.place]
+        good = alive[block.place] if block.full else block.valid & alive[block.place]
         # A block whose groups have all failed has no slices.
         if count := int(np.count_nonzero(good)):
             self.groups += count
@@ -98,7 +98,7 @@ class StageResults:
             return
         self.blocks += 1
         # A shorter last block says nothing of the time of the others.
-        if len(block.groups) == self._block_size:
+        if len(block) == self._block_size:
             # Without values, which would stay in memory until the end of the stage.
             pid, seconds = block_result.pid, block_result.seconds
             time_only = BlockResult([], [], {}, pid, seconds)

@@ -218,6 +218,7 @@ class CompiledStage:
         sources = itertools.compress(reduces, self.encoded)
         self._encoded_sources = {reduce.source.name for reduce in sources}
         self._fitting: dict[tuple[int, int], int] = {}
+        self._alone = set[int]()  # for how many groups `batched` is compiled
 
     @functools.cached_property
     def batched(self) -> Callable[..., list[Any]]:
@@ -328,10 +329,10 @@ class CompiledStage:
         One group of the block takes part at least. A block of `full` groups runs in
         fewer batches if they fit.
         """
-        whole = len(block.groups) == full and isinstance(block.place, slice)
+        whole = len(block) == full and isinstance(block.place, slice)
         if whole and size < full and block.full and not self.stage.mesh:
             size = self._fitting_batch(block, shared, size)
-        batches = -(-len(block.groups) // size)
+        batches = -(-len(block) // size)
         if batches > 1:
             # Once, and not for each batch.
             shared = self._placed(shared)
@@ -345,28 +346,28 @@ class CompiledStage:
             # On a mesh a batch is one group, compiled for a mask.
             all_ = padded.full and not self.stage.mesh
             mask = None if all_ else padded.valid
-            groups = padded.groups
-            if all_ and isinstance(padded.place, slice):
-                groups = groups[0]
+            one = all_ and isinstance(padded.place, slice)
+            groups = np.int32(padded.group(0)) if one else padded.groups
             inputs = self._inputs(shared, padded.slices)
             args = mask, groups, self._consts, *inputs
             if batches == 1:
                 outs = self.batched(size, *args)
+                self._alone.add(size)
                 sums, outs = outs[:count], outs[count:]
             else:
                 running, outs = self.next_batch(size, running, *args)
                 sums = [x.value for x in running]
             # On the host now, so that an error of the device is raised in this block.
             outs = list(map(np.asarray, outs))
-            first.append(batch.groups[0 if all_ else np.argmax(batch.valid)])
+            first.append(batch.group(0 if batch.full else int(np.argmax(batch.valid))))
             states.append(outs[: self.states])
             # Without the padding.
-            parts.append((part, [y[: len(batch.groups)] for y in outs[self.states :]]))
+            parts.append((part, [y[: len(batch)] for y in outs[self.states :]]))
         return StageOutputs(
             list(map(np.asarray, sums)),
             np.array(first, np.int32),
             [np.stack(x) for x in zip(*states, strict=True)],
-            _joined(parts, len(block.groups)),
+            _joined(parts, len(block)),
         )
 
     def _fitting_batch(self, block: Block, shared: list[np.ndarray], size: int) -> int:
@@ -375,7 +376,7 @@ class CompiledStage:
         It is more if the stage, compiled for `size`, and for more, holds little of each
         group: `size` counts all results, which the compiler may add up unseen.
         """
-        full = len(block.groups)
+        full = len(block)
         if (size, full) not in self._fitting:
             larger = self._fits(block, shared, size)
             # Compiled only where it pays.
@@ -388,9 +389,10 @@ class CompiledStage:
         """Return how many groups fit, if each needs as much as in batches of `size`."""
         count, slices = len(self.reduces), [x[:size] for x in block.slices]
         inputs = self._inputs(shared, slices)
-        args = None, block.groups[0], self._consts, *inputs
-        batches = -(-len(block.groups) // size)
-        if batches == 1:
+        args = None, np.int32(block.group(0)), self._consts, *inputs
+        batches = -(-len(block) // size)
+        # Of two functions that hold as much of each group, the one that is compiled.
+        if batches == 1 or size in self._alone:
             lowered = self.batched.lower(size, *args)
         else:
             lowered = self.next_batch.lower(size, self._identities(batches), *args)
@@ -402,7 +404,7 @@ class CompiledStage:
         of_group = sum(x.nbytes // size for x in slices)
         of_group += sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in kept)
         of_group += memory.temp_size_in_bytes / size
-        return fitting_batch(len(block.groups), of_group)
+        return fitting_batch(len(block), of_group)
 
     def _identities(self, batches: int) -> list[Running]:
         """Return the running reductions over no groups."""
@@ -485,7 +487,7 @@ def _suspects(
         middle = len(part) // 2
         for half in (part[middle:], part[:middle]):
             # Masked, not cut: a smaller block would be compiled again.
-            only = block.without(~np.isin(np.arange(len(block.groups)), half))
+            only = block.without(~np.isin(np.arange(len(block)), half))
             left -= 1
             if stage.run_block(only, shared, size).has_nan(stage, only):
                 parts.append(half)
@@ -562,7 +564,7 @@ def run(file: File, task: Task, shared: list[np.ndarray]) -> BlockResult:
     try:
         if task.search:
             return loaded.search(task, shared, begin)
-        begin(int(task.block.groups[0]), int(task.block.groups[-1]))
+        begin(task.block.group(0), task.block.group(-1))
         return loaded.run(task, shared)
     finally:
         _state.groups = None

@@ -305,7 +305,7 @@ def _run(
     block = Block(np.array([about["group"]], np.int32), np.ones(1, bool), [])
     failed = {}
     try:
-        block = replace(block, slices=_slices(request, load, store, initial))
+        block = block.with_slices(_slices(request, load, store, initial))
     # Loading is user code: its failure is the group's, and the server gets the text.
     except Exception as error:
         failed = {about["group"]: f"{type(error).__name__}: {error}"}

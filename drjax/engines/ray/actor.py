@@ -53,7 +53,7 @@ def without_slices(
     sources: list[int | Pieces | UnreadPart] = []
     arrays = [x for x in block.slices if isinstance(x, np.ndarray)]
     small = sum(x.nbytes for x in arrays) <= _SMALL
-    groups = int(block.groups[0]), len(block.groups)
+    groups = block.group(0), len(block)
     for i, x in enumerate(block.slices):
         if isinstance(x, UnreadPart):
             sources.append(x)

@@ -615,7 +615,7 @@ class Actors(Keeping):
                 raise EngineError(
                     f"it failed only when it ran again: {why}", group=group
                 )
-            if not len(block.groups):
+            if not len(block):
                 yield block, result
 
     def submit(self, task: Task, file: ObjectRef, shared: Any) -> ObjectRef:

@@ -47,7 +47,7 @@ class Keeping(KeepingEngine, InProcess):
             x.assemble(self._arrays) if isinstance(x, Pieces) else x
             for x in task.block.slices
         ]
-        task = replace(task, block=replace(task.block, slices=slices))
+        task = task.with_block(task.block.with_slices(slices))
         handle = super().submit(task, file, shared)
         if task.stay and handle.error is None:
             result = handle.result
