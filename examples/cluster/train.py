@@ -18,7 +18,6 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import drjax
-import drjax.backends.ray
 
 
 @dataclasses.dataclass(frozen=True)
