@@ -215,6 +215,10 @@ class Plan(Record):
         and the plan's outputs. Of these a local stage returns the groups' slices; of
         its other outputs backends need partial reductions only.
         """
+        return self._kept
+
+    @functools.cached_property
+    def _kept(self) -> frozenset[str]:
         return uses.kept(self)
 
     def with_groups(self, n: int) -> "Plan":

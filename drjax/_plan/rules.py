@@ -13,7 +13,6 @@ rule of its own has that of its nearest base; if there is none, the consumer rai
 and a consumer that has none cannot pass over it.
 """
 
-from collections import ChainMap
 from collections.abc import Callable
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -32,14 +31,16 @@ class Rules(Generic[R]):
 
     def __init__(self, consumer: str, base: "Rules[R] | None" = None):
         self.consumer = consumer
-        inherited = () if base is None else (base._rules,)
-        self._rules: ChainMap[type[Step], Callable[..., R]] = ChainMap({}, *inherited)
+        # Its own, then those of its bases.
+        self._tables: tuple[dict[type[Step], Callable[..., R]], ...] = ({},)
+        if base is not None:
+            self._tables += base._tables
 
     def rule(self, *classes: type[Step]) -> Callable[[Callable], Callable]:
         """Decorate the function of the steps of these classes and their subclasses."""
 
         def register(function: Callable) -> Callable:
-            self._rules.update(dict.fromkeys(classes, function))
+            self._tables[0].update(dict.fromkeys(classes, function))
             return function
 
         return register
@@ -49,8 +50,9 @@ class Rules(Generic[R]):
 
     def _rule_of(self, cls: type[Step]) -> Callable[..., R]:
         for base in cls.__mro__:
-            if base in self._rules:
-                return self._rules[base]
+            for table in self._tables:
+                if base in table:
+                    return table[base]
 
         def missing(step: Step, *_: Any) -> NoReturn:
             raise PlanError(f"{self.consumer} has no rule for {_named(step)}.")

@@ -103,7 +103,7 @@ def test_it_passes_through_all_with_rules(plan, monkeypatch, tmp_path):
         driver._DriverInterpreter.rules: half,
         federated_language._unsayable: lambda step: f"what is {step.op}",
     }.items():
-        monkeypatch.setitem(table._rules, Halved, rule)
+        monkeypatch.setitem(table._tables[0], Halved, rule)
     one = lambda self, size, devices: 1
     monkeypatch.setattr(Halved, "slices_per_device", one)
     assert "x: float32[] is halved" in str(plan)

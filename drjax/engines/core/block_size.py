@@ -99,6 +99,8 @@ class BlockSize:
         `timeout` if that is less, it shrinks. It does not change by less than a factor
         of two, nor more than twice.
         """
+        if not self._left:
+            return
         seconds = []
         for done in blocks:
             # The first block of a process includes compilation, and says nothing of
@@ -106,7 +108,7 @@ class BlockSize:
             if done.pid in self._compiled:
                 seconds.append(done.seconds)
             self._compiled.add(done.pid)  # a first block is compiled, too
-        if not seconds or not self._left:
+        if not seconds:
             return
         # The median, as one slow worker must not change the size for all.
         took = statistics.median(seconds)

@@ -97,7 +97,7 @@ class Block:
 
     @functools.cached_property
     def place(self) -> Any:
-        """Where the groups are among all: a slice if they are consecutive, or int32."""
+        """Where the groups are among all, a slice if they are consecutive, or int32."""
         if not len(self.groups):
             return self.groups
         first = int(self.groups[0])

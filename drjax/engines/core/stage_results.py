@@ -64,8 +64,8 @@ class StageResults:
             if not stays
         ]
         self._engine, self._pieces = engine, []  # of what stays
-        indices = n if any(self._stay) else 0
-        self._piece, self._position = np.full(indices, -1), np.zeros(indices, int)
+        if any(self._stay):
+            self._piece, self._position = np.full(n, -1), np.zeros(n, int)
         self._block_size = block_size
         self.groups = self.blocks = 0
         self.full_blocks: list[BlockResult] = []
