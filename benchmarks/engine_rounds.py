@@ -13,6 +13,7 @@ own, at most, without the object store's, of which both have the same arrays.
 import argparse
 import importlib
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -31,7 +32,6 @@ from benchmarks.report import Goal
 from benchmarks.worker import hello
 from drjax.backends import ray as backend
 from drjax.engines.core.messages import BlockResult
-from drjax.engines.ray.actor import result_of
 
 SMALL, FEATURES, TURNS, ROUNDS = 1000, 16, 10, 20
 # Groups, floats of a result, groups that the baseline adds up at once, rounds.
@@ -217,9 +217,9 @@ class _Received:
         return done
 
     def _size(self, x: Any) -> int:
-        x = result_of(x)
-        arrays = [*x.partials, *x.slices] if isinstance(x, BlockResult) else [x]
-        return sum(y.nbytes for y in arrays if hasattr(y, "nbytes"))
+        x = pickle.loads(x) if isinstance(x, bytes) else x
+        x = (x.partials, x.slices) if isinstance(x, BlockResult) else x
+        return sum(getattr(y, "nbytes", 0) for y in jax.tree.leaves(x))
 
 
 def _times(fn: Callable[[], Any], runs: int) -> list[float]:
