@@ -104,10 +104,11 @@ def test_global_inputs_reach_every_batch():
     np.testing.assert_array_equal(run(*args), args[0] * args[1].sum())
 
 
-def batches_run(work, limit, dropped=()):
+def batches_run(work, limit, dropped=(), smaller=False):
     """The sizes of the batches of a block of 8, planned for 2, and its sums.
 
-    At most `limit` bytes of inputs, results and temporaries of its groups fit.
+    At most `limit` bytes of inputs, results and temporaries of its groups fit. Before
+    it a `smaller` block may run, which is one batch.
     """
     n, ran = 8, []
 
@@ -133,6 +134,9 @@ def batches_run(work, limit, dropped=()):
         block = Block(np.arange(n, dtype=np.int32), valid, [x])
         task = Task(0, block, 2, False, False, full=n)
         with compilations() as compiled:
+            if smaller:
+                two = Block.of_range(0, 2, [x[:2]])
+                loaded.run(Task(0, two, 2, False, False, full=2), [model])
             result = loaded.run(task, [model])
             count = len(compiled)
             again = loaded.run(task, [model])
@@ -158,6 +162,12 @@ def test_results_that_are_added_up_unseen_do_not_count_as_memory():
     # Of two groups at a time, each needs 6 bytes, of four at a time 5.
     ran, _ = batches_run(scaled, 32)
     assert ran == [(2, True), (4, True)]
+
+
+def test_what_a_smaller_block_has_compiled_says_what_fits():
+    """No function for several batches is compiled only to ask that."""
+    ran, compiled = batches_run(scaled, 20_000, smaller=True)
+    assert (ran, compiled) == ([(2, True), (8, True)], ["jit(spy)"] * 2)
 
 
 def test_results_that_are_held_count():

@@ -456,3 +456,26 @@ def test_an_interrupt_ends_the_blocks_in_flight():
     assert pool.abandoned and {*pool.abandoned} == {*pool.submitted}
     pool.stop = False
     assert run(np.ones(4, np.float32)) == 4
+
+
+@pytest.mark.parametrize("count", [3, 3000])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "bool"])
+def test_blocks_are_combined_in_wide_dtypes(count, dtype):
+    """Results of a few bytes, which take a short way, and large ones are the same."""
+    n = 5
+    x = jnp.asarray(np.arange(n * count).reshape(n, count) % 1009 + 1000, dtype)
+
+    @drjax.program(clients=n)
+    def program(x):
+        highest = drjax.reduce_max(x)
+        if dtype == "bool":
+            return highest, highest
+        return drjax.reduce_sum(x), highest
+
+    plan = drjax.make_plan(program)(x)
+    total, highest = in_process.compile(plan, block_size=1)(x)
+    assert total.dtype == highest.dtype == x.dtype
+    np.testing.assert_array_equal(highest, np.max(x, 0))
+    if dtype != "bool":
+        exact = np.sum(np.asarray(x).astype("float64"), 0).astype(x.dtype)
+        np.testing.assert_array_equal(total, exact)
