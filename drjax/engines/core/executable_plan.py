@@ -176,13 +176,16 @@ class ExecutablePlan:
         return self.plan.out_tree.unflatten(arrays)
 
 
-_copied = jax.jit(lambda arrays: arrays)
+# Arrays of JAX also where `jit` is disabled.
+_copied = jax.jit(lambda arrays: jax.tree.map(jax.numpy.asarray, arrays))
 
 
 def _on_device(arrays: list[np.ndarray | None]) -> list[Any]:
     """Convert arrays to those of JAX, all at once; `jnp.asarray` copies twice."""
-    if sum(x.nbytes for x in arrays if x is not None) > _SMALL:
-        return jax.device_put(arrays)  # without a copy, which the others need not save
+    large = sum(x.nbytes for x in arrays if x is not None) > _SMALL
+    # Of large ones it makes no copy. Results of `jit` are on the mesh of a context.
+    if large or not jax.sharding.get_abstract_mesh().empty:
+        return jax.device_put(arrays)
     with jax.transfer_guard_host_to_device("allow"):
         return _copied(arrays)
 

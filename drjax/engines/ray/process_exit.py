@@ -24,7 +24,6 @@ class ListeningProcess:
 
     def __init__(self, path: str):
         self._descriptor: int | None = None
-        self._poll = select.poll()
         try:
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.connect(path)
@@ -34,6 +33,7 @@ class ListeningProcess:
                 )
             # struct ucred: process, user, group.
             pid, _, _ = struct.unpack("3i", credentials)
+            self._poll = select.poll()
             self._descriptor = os.pidfd_open(pid)
             # A pidfd is readable once its process has ended.
             self._poll.register(self._descriptor, select.POLLIN)

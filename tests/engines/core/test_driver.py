@@ -10,6 +10,7 @@ drjax.engines.core.blocks_of_groups, drjax.engines.slices.groups,
 drjax.engines.in_process.adapter.
 """
 
+import contextlib
 import sys
 
 import jax
@@ -479,3 +480,17 @@ def test_blocks_are_combined_in_wide_dtypes(count, dtype):
     if dtype != "bool":
         exact = np.sum(np.asarray(x).astype("float64"), 0).astype(x.dtype)
         np.testing.assert_array_equal(total, exact)
+
+
+@pytest.mark.parametrize("count", [3, 30_000])
+def test_results_are_arrays_on_one_device(count):
+    """Whatever the caller's context is; small ones and large ones are made apart."""
+    mean = drjax.program(clients=2)(drjax.reduce_mean)
+    x = np.ones((2, count), np.float32)
+    run = in_process.compile(drjax.make_plan(mean)(x))
+    mesh = jax.make_mesh((jax.device_count(),), ("d",))
+    for context in (contextlib.nullcontext(), jax.set_mesh(mesh), jax.disable_jit()):
+        with context:
+            result = run(x)
+        assert isinstance(result, jax.Array) and len(result.sharding.device_set) == 1
+        np.testing.assert_array_equal(result, x[0])
