@@ -172,7 +172,19 @@ def dce_jaxpr(
 
 
 def without_dead_code(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
-    """Copy a jaxpr without dead code; it keeps all inputs and results."""
+    """Copy a jaxpr without dead code; it keeps all inputs and results.
+
+    Without dead equations, or jaxprs inside of them, it is the same jaxpr.
+    """
+    raw = open_jaxpr(jaxpr)
+    live: set[Any] = {v for v in raw.outvars if type(v) is not core.Literal}
+    for eqn in reversed(raw.eqns):
+        dead = not eqn.effects and live.isdisjoint(eqn.outvars)
+        if dead or eqn.primitive in pe.dce_rules:
+            break
+        live.update([v for v in eqn.invars if type(v) is not core.Literal])
+    else:
+        return jaxpr
     new, _ = pe.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.out_avals), instantiate=True)
     return new if MERGED else Jaxpr(new, jaxpr.consts)
 
@@ -344,7 +356,12 @@ def jaxprs_in(params: Params) -> list[ClosedJaxpr | OpenJaxpr]:
 
     Jaxprs in tuples and lists count; jaxprs inside these jaxprs do not.
     """
-    return list(core.jaxprs_in_params(params))
+    found = []
+    for value in params.values():
+        for x in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(x, JAXPR_TYPES):
+                found.append(open_jaxpr(x))
+    return found
 
 
 @weakref_lru_cache

@@ -44,12 +44,15 @@ def jaxpr_of_equations(
     new = []
     literals: dict[Any, Any] = {}
     for eqn in eqns:
-        if not all(checked.is_plain(v.aval) for v in eqn.outvars):
-            raise NotWritten
-        used = [v for v in eqn.invars if type(v) is not core.Literal and v in consts]
-        for v in used:
-            if v not in literals:
-                literals[v] = literal_of(consts[v])
+        for v in eqn.outvars:
+            if not checked.is_plain(v.aval):
+                raise NotWritten
+        used = False
+        for v in eqn.invars:
+            if type(v) is not core.Literal and v in consts:
+                used = True
+                if v not in literals:
+                    literals[v] = literal_of(consts[v])
         if used:
             ins = [
                 v if type(v) is core.Literal else literals.get(v, v) for v in eqn.invars
@@ -167,7 +170,9 @@ def literal_of(x: Any) -> core.Literal:
 def _jaxpr(
     invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any]
 ) -> ClosedJaxpr:
-    effects = pe.make_jaxpr_effects((), invars, outvars, eqns)
+    effects = core.no_effects
+    if any(eqn.effects for eqn in eqns):
+        effects = pe.make_jaxpr_effects((), invars, outvars, eqns)
     info: Any = core.DebugInfo("stage", "", None, None)
     raw = core.Jaxpr((), list(invars), list(outvars), list(eqns), effects, info)
     return closed(raw)

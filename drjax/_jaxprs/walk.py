@@ -41,12 +41,12 @@ def definitions(eqns: Iterable[Eqn]) -> dict[Var, Eqn]:
 
 def variables(atoms: Iterable[Atom]) -> list[Var]:
     """Return the atoms that are variables, in order; `Literal`s are left out."""
-    return [atom for atom in atoms if not isinstance(atom, Literal)]
+    return [atom for atom in atoms if type(atom) is not Literal]
 
 
 def substitute(atoms: Iterable[Atom], names: Mapping[Var, Atom]) -> list[Atom]:
     """Replace the variables that are in `names`; other atoms stay, in order."""
-    return [a if isinstance(a, Literal) else names.get(a, a) for a in atoms]
+    return [a if type(a) is Literal else names.get(a, a) for a in atoms]
 
 
 def deep_equations(
@@ -73,9 +73,9 @@ def live_equations(eqns: list[Eqn], outvars: Iterable[Atom]) -> list[Eqn]:
     live = set(variables(outvars))
     kept = []
     for eqn in reversed(eqns):
-        if eqn.effects or any(v in live for v in eqn.outvars):
+        if eqn.effects or not live.isdisjoint(eqn.outvars):
             kept.append(eqn)
-            live.update(variables(eqn.invars))
+            live.update([v for v in eqn.invars if type(v) is not Literal])
     return kept[::-1]
 
 

@@ -133,8 +133,9 @@ def _first_of(converters: list) -> Converter:
 
 def _tuple_of(parts: tuple[Any, ...]) -> Converter:
     """The converter of `tuple[part, ...]`, or of a tuple with one part for each."""
+    exact: object = ()
     if len(parts) == 2 and parts[1] is ...:
-        one = _converter(parts[0])
+        one, exact = _converter(parts[0]), parts[0]
         of_items = lambda xs: xs if one is None else tuple(map(one, xs))
     else:
         each = list(map(_converter, parts))
@@ -148,6 +149,8 @@ def _tuple_of(parts: tuple[Any, ...]) -> Converter:
     def convert(x: object) -> tuple:
         if not isinstance(x, tuple):
             raise TypeError
+        if all(type(item) is exact for item in x):  # nothing to convert, as mostly
+            return x
         new = of_items(x)
         # The same object, if it may be: large tuples are shared.
         return x if all(a is b for a, b in zip(new, x, strict=True)) else new

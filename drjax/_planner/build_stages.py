@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias
 
+from drjax._compat.jax_types import Literal
 from drjax._compat.types import Eqn, Var
 from drjax._jaxprs.walk import split_scan, split_while, variables
 from drjax._planner.bitwise_observable import bitwise_observable
@@ -177,8 +178,8 @@ def _server_stages(
 
     `live` has the global variables that local stages, folds, moves, loops and results
     of the program take; the operands of live equations are added to it. Each of the
-    `num_rounds + 1` stages evaluates the live equations of its round and returns their
-    results that are in `live`; the first also returns the constants in `live`.
+    `num_rounds + 1` stages evaluates the live equations of its round and returns those
+    of their results that others take; the first also returns the constants in `live`.
     """
     consts: dict[Any, Any] = values.program.consts
     stages = []
@@ -188,11 +189,16 @@ def _server_stages(
     # What depends on the last communication is in round num_rounds, after all rounds.
     for index in reversed(range(num_rounds + 1)):
         eqns: list[Any] = []
+        operands = set[Any]()  # of the stage's own equations
         for eqn in reversed(rounds.server.get(index, [])):
-            if eqn.effects or any(v in live for v in eqn.outvars):
+            needed = not (
+                live.isdisjoint(eqn.outvars) and operands.isdisjoint(eqn.outvars)
+            )
+            if eqn.effects or needed:
                 eqns.append(eqn)
-                live.update(variables(eqn.invars))
+                operands.update([v for v in eqn.invars if type(v) is not Literal])
         eqns.reverse()
+        live |= operands
         results = [v for e in eqns for v in e.outvars if v in live]
         if index == 0:
             # Constants that others need leave the server's first stage.

@@ -33,27 +33,27 @@ def make_communication_explicit(kinds: Environment) -> InlinedJaxpr | None:
         return None
     program = kinds.program
     # Copies, as what the old jaxpr has memoized rests on its equations and bodies.
-    eqns, bodies, changed = [], dict(program.known_bodies), False
-    consts = dict(program.consts)
-    for eqn in program.eqns:
+    bodies, consts = dict(program.known_bodies), dict(program.consts)
+    replaced: dict[int, list[Eqn]] = {}  # by the id of an equation
+    for eqn in kinds.others:
         implicit = kinds.implicit_communication(eqn)
         fn = None if implicit is None else implicit.fn
         if kinds.is_redundant_scatter(eqn):
             fn = _identity
         if fn is not None:
-            eqns += _equations_of(eqn, fn, kinds.partition, consts)
-            changed = True
+            replaced[id(eqn)] = _equations_of(eqn, fn, kinds.partition, consts)
             continue
         split = split_fence(eqn, kinds) if eqn.primitive is fence_p else None
-        changed |= split is not None
-        eqns += split or [eqn]
+        if split is not None:
+            replaced[id(eqn)] = split
         if kinds.is_loop(eqn):
             # The equation stays: its bodies are those of known_bodies, not its params.
             rewritten = list(map(make_communication_explicit, kinds.loops[eqn].bodies))
             if loop := program.replaced_bodies(eqn, rewritten):
-                bodies[eqn], changed = loop, True
-    if not changed:
+                bodies[eqn], replaced[id(eqn)] = loop, [eqn]
+    if not replaced:
         return None
+    eqns = [new for eqn in program.eqns for new in replaced.get(id(eqn), (eqn,))]
     # Equations that only the replaced ones needed are dead now.
     live = live_equations(eqns, program.outvars)
     return InlinedJaxpr(program.invars, live, program.outvars, consts, bodies)

@@ -46,12 +46,10 @@ from drjax._jaxprs.eval_jaxpr import literal_value
 from drjax._jaxprs.provenance import called_by
 from drjax._jaxprs.walk import (
     CALLS,
-    deep_equations,
     live_equations,
     split_scan,
     split_while,
     substitute,
-    variables,
 )
 from drjax._partition import Partition
 from drjax._planner.fences import as_fence
@@ -107,22 +105,6 @@ class InlinedJaxpr:
         self.names: dict[Any, str] = {}
         self.known_arguments: dict[Any, np.ndarray] = {}
         self._memoized: dict[Any, Any] = {}
-
-    @functools.cached_property
-    def defs_and_uses(self) -> dict[Var, list[int]]:
-        """For each variable the indices in `eqns` of its definition, then of its uses.
-
-        Arguments and constants have uses only. An equation with the variable as two
-        operands is listed once for each.
-        """
-        indices: dict[Any, list[int]] = {v: [] for v in (*self.invars, *self.consts)}
-        for i, eqn in enumerate(self.eqns):
-            for var in eqn.outvars:
-                indices[var] = [i]
-        for i, eqn in enumerate(self.eqns):
-            for var in variables(eqn.invars):
-                indices[var].append(i)
-        return indices
 
     @functools.cached_property
     def known_integers(self) -> KnownIntegers:
@@ -291,13 +273,17 @@ def uses_blocks(
 
     With a partition, only blocks over this one count.
     """
-    # The jaxpr of a map_fn is work of one group: its blocks are an inner program's.
-    return any(
-        eqn.primitive in BLOCKS
-        and not eqn.params.get("per_group")
-        and (partition is None or partition in partitions_of(eqn))
-        for eqn in deep_equations(jaxpr, lambda eqn: eqn.primitive not in BLOCKS)
-    )
+    for eqn in _compat.open_jaxpr(jaxpr).eqns:
+        if eqn.primitive.name in ELEMENTWISE:  # most equations
+            continue
+        # The jaxpr of a map_fn is work of one group: its blocks are an inner program's.
+        if eqn.primitive in BLOCKS:
+            own = partition is None or partition in partitions_of(eqn)
+            if own and not eqn.params.get("per_group"):
+                return True
+        elif any(uses_blocks(j, partition) for j in _compat.jaxprs_in(eqn.params)):
+            return True
+    return False
 
 
 def _variable(atom: Atom, consts: dict[Var, Any]) -> Var:
@@ -332,7 +318,9 @@ def _inline(
 
     for eqn in jaxpr.eqns:
         ins = substitute(eqn.invars, names)
-        callee = _callee(eqn, ins)
+        # Most equations, which are none of what follows.
+        pointwise = eqn.primitive.name in ELEMENTWISE
+        callee = None if pointwise else _callee(eqn, ins)
         if callee is not None:
             inner, operands = callee
             inner_jaxpr = _compat.open_jaxpr(inner)
@@ -345,10 +333,11 @@ def _inline(
             outs = _inline(inner_jaxpr, operands, eqns, consts, outer)
             names.update(zip(eqn.outvars, outs, strict=True))
             continue
-        if _is_identity(eqn):
-            names.update(zip(eqn.outvars, ins, strict=True))
-            continue
-        eqn = as_fence(eqn) or eqn
+        if not pointwise:
+            if _is_identity(eqn):
+                names.update(zip(eqn.outvars, ins, strict=True))
+                continue
+            eqn = as_fence(eqn) or eqn
         outs = eqn.outvars
         if call is not None:
             # The same jaxpr may be called twice: each call has variables of its own.
@@ -357,7 +346,10 @@ def _inline(
             names.update(zip(eqn.outvars, outs, strict=True))
         if call is not None or ins != eqn.invars:
             eqn = eqn.replace(invars=ins, outvars=outs)
-        eqns += _with_explicit_broadcasts(_with_scalar_condition(eqn))
+        if pointwise:
+            eqns += _with_explicit_broadcasts(eqn)
+        else:
+            eqns.append(_with_scalar_condition(eqn))
     return substitute(jaxpr.outvars, names)
 
 
@@ -477,15 +469,15 @@ def _with_explicit_broadcasts(eqn: Eqn) -> list[Eqn]:
     of size one implicitly. Such a dimension may be the group axis of a single group,
     which unbatching must see.
     """
-    if eqn.primitive.name not in ELEMENTWISE:
-        return [eqn]
-    shape, broadcasts, ins = eqn.outvars[0].aval.shape, [], list(eqn.invars)
+    shape, broadcasts = eqn.outvars[0].aval.shape, []
+    ins = eqn.invars
     for i, var in enumerate(ins):
         small = var.aval.shape
         # Scalar operands stay scalars: each group takes them whole.
-        if len(small) == len(shape) and small != shape:
-            equations, ins[i] = _broadcast(var, shape, eqn.source_info)
+        if small != shape and len(small) == len(shape):
+            equations, new = _broadcast(var, shape, eqn.source_info)
             broadcasts += equations
+            ins = [*ins[:i], new, *ins[i + 1 :]]
     return [*broadcasts, eqn.replace(invars=ins)] if broadcasts else [eqn]
 
 
@@ -525,14 +517,11 @@ def _fold_constants(eqns: list[Eqn], consts: dict[Var, Any]) -> list[Eqn]:
     """
     kept = []
     for eqn in eqns:
-        operands = [
-            v.val if isinstance(v, Literal) else consts.get(v) for v in eqn.invars
-        ]
+        operands = _constant_operands(eqn, consts)
         foldable = (
-            eqn.primitive.name in ELEMENTWISE
-            and operands
+            operands
             # Under a jax.jit, what the program closes over may be a tracer.
-            and not any(x is None or isinstance(x, core.Tracer) for x in operands)
+            and not any(isinstance(x, core.Tracer) for x in operands)
             and all(np.ndim(x) == 0 for x in operands)
             and all(v.aval.shape == () for v in eqn.outvars)
             # NumPy holds the folded values and has no random keys.
@@ -549,3 +538,14 @@ def _fold_constants(eqns: list[Eqn], consts: dict[Var, Any]) -> list[Eqn]:
         else:
             kept.append(eqn)
     return kept
+
+
+def _constant_operands(eqn: Eqn, consts: dict[Var, Any]) -> list[Any]:
+    """List the values of the operands of a pointwise equation if all are constants."""
+    operands = []
+    if eqn.primitive.name in ELEMENTWISE:
+        for v in eqn.invars:
+            if type(v) is not Literal and v not in consts:
+                return []
+            operands.append(v.val if type(v) is Literal else consts[v])
+    return operands

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Set
 from typing import Any
 
 from drjax import _compat
+from drjax._compat.jax_types import Literal
 from drjax._compat.types import Atom, Eqn, Var
 from drjax._jaxprs.walk import backward_slice, definitions, variables
 from drjax._planner.fences import fence_p
@@ -37,6 +38,11 @@ def later_sums(
 
     `observable` are variables that are not rematerialized, whatever reads them.
     """
+    starts = [
+        index for index, eqns in rounds.exchanges.items() if any(map(_is_sum, eqns))
+    ]
+    if not starts or max(rounds.local, default=0) <= min(starts):
+        return {}
     eqns = kinds.program.eqns
     if any(e.primitive is fence_p or _compat.has_ordered_effects(e) for e in eqns):
         return {}
@@ -77,13 +83,16 @@ def _sums_for_the_end(
     read: set[Any] = set()
     for eqn in reversed(kinds.program.eqns):
         if id(eqn) not in server or not read.isdisjoint(eqn.outvars):
-            read.update(variables(eqn.invars))
-    sums = (reduce_sum_p, reduce_mean_p)
+            read.update([v for v in eqn.invars if type(v) is not Literal])
     results = {
-        index: [e for e in eqns if e.primitive in sums and read.isdisjoint(e.outvars)]
+        index: [e for e in eqns if _is_sum(e) and read.isdisjoint(e.outvars)]
         for index, eqns in rounds.exchanges.items()
     }
     return {index: eqns for index, eqns in results.items() if eqns}
+
+
+def _is_sum(eqn: Eqn) -> bool:
+    return eqn.primitive in (reduce_sum_p, reduce_mean_p)
 
 
 class _Cones:

@@ -24,6 +24,7 @@ Sharp edges: what is cheap (see `work.py`) is rematerialized through any number 
 rounds.
 """
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -93,7 +94,6 @@ class LocalWork:
             if e.primitive is fence_p
             for v in variables(e.invars)
         }
-        self._order = {id(e): i for i, e in enumerate(kinds.program.eqns)}
         self.num_rounds = self._count_rounds()
         indices = range(self.num_rounds)
         # For each round: what leaves the groups, `(variable, group axis)`, and of it
@@ -110,6 +110,7 @@ class LocalWork:
             self._states = self._find_states()
         self._equations = [self._equations_of_round(i) for i in indices]
         self._computed = [self._computed_in_round(i) for i in indices]
+        self._read = [self._operands_of_round(i) for i in indices]
         # Liveness: the last round that needs a slice of an earlier one.
         # Later rounds overwrite earlier ones. To ask all later rounds for each variable
         # would take quadratic time in unrolled rounds.
@@ -124,9 +125,11 @@ class LocalWork:
         through = [(e, rule) for e, rule in exchanges if rule.passes_through]
         combined = [v for e, rule in through for v in rule.slices(e, own)]
         forwarded = _unique(v for v in combined if is_slice(v, 0) and v not in computed)
-        saved = [v for v in computed if self._is_saved(v, index)]
+        # Most values are read in their own round alone.
+        read = self._leaving_slices[index].keys() | self._last_use.keys()
+        saved = [v for v in computed if v in read and self._is_saved(v, index)]
         of_round = map(id, self._rounds.local.get(index, ()))
-        needs: list[Operand] = [x for e in equations for x in self._values.operands(e)]
+        needs = list(self._read[index])
         needs += [self._values.slice_of(*x) for x in outgoing]
         needs += [SliceOperand(v) for v in forwarded]
         # Where groups are, blocks of them are folded.
@@ -134,7 +137,7 @@ class LocalWork:
         needs += map(self._values.whole_of, closed_over)
         # Of an expanded array a group takes the operand that it expands.
         needs += [x.operand for x in needs if isinstance(x, ExpandedOperand)]
-        slices = [x for x in needs if isinstance(x, SliceOperand)]
+        slices = [x for x in needs if type(x) is SliceOperand]
         return LocalStageParts(
             equations,
             computed,
@@ -193,7 +196,14 @@ class LocalWork:
                         work[id(eqn)] = eqn
                         stack.append(eqn)
         # In the order of the program, as definitions must precede uses.
-        return sorted(work.values(), key=lambda e: self._order[id(e)])
+        return sorted(work.values(), key=self._position)
+
+    def _position(self, eqn: Eqn) -> int:
+        return self._order[id(eqn)]
+
+    @functools.cached_property
+    def _order(self) -> dict[int, int]:
+        return {id(e): i for i, e in enumerate(self._kinds.program.eqns)}
 
     def _may_rematerialize(self, var: Var) -> bool:
         """Whether a later round may rematerialize the slices of a partitioned variable.
@@ -366,12 +376,23 @@ class LocalWork:
         another is bitwise-observable (the program may compare its exact bits). That
         result is not computed a second time, but read from the round that computed it.
         """
-        results = (v for eqn in self._equations[index] for v in eqn.outvars)
+        results = [v for eqn in self._equations[index] for v in eqn.outvars]
+        if not self._observable:
+            return dict.fromkeys(results)
         return dict.fromkeys(
             v
             for v in results
             if v not in self._observable or self._rounds.round_of(v) == index
         )
+
+    def _operands_of_round(self, index: int) -> list[Operand]:
+        """List the operands of a round's equations, without what it computes itself."""
+        computed, operands = self._computed[index], []
+        for eqn in self._equations[index]:
+            for x in self._values.operands(eqn):
+                if type(x) is not SliceOperand or x.var not in computed:
+                    operands.append(x)
+        return operands
 
     def _live_into_round(self, index: int) -> set[Var]:
         """Collect the partitioned variables whose slices a round reads as inputs.
@@ -381,8 +402,7 @@ class LocalWork:
         computes itself. So they are arguments of the program or results of earlier
         rounds.
         """
-        operands = [x for e in self._equations[index] for x in self._values.operands(e)]
-        needed = {x.var for x in operands if isinstance(x, SliceOperand)}
+        needed = {x.var for x in self._read[index] if type(x) is SliceOperand}
         needed |= self._leaving_slices[index].keys()
         return needed - self._computed[index].keys()
 

@@ -69,23 +69,33 @@ class RoundAssignment:
         # The first round in which ordered effects may run: the server's stage of a
         # round precedes its local one.
         in_server = in_groups = 0
+        available = self._available
         for eqn in kinds.program.eqns:
-            index = max(map(self.round_of, eqn.invars), default=0)
-            index = max(index, earliest.get(id(eqn), 0))
+            index = earliest.get(id(eqn), 0) if earliest else 0
+            for v in eqn.invars:
+                if type(v) is not Literal and v in available:
+                    index = max(index, available[v])
             axes = kinds.group_axes(eqn.outvars or eqn.invars)
+            if kinds.is_pointwise(eqn):  # most equations
+                local = axes[0] is not None
+                (self.local if local else self.server).setdefault(index, []).append(eqn)
+                available.update(dict.fromkeys(eqn.outvars, index))
+                if local:
+                    of_groups.update(eqn.outvars)
+                continue
             local = axes.count(None) < len(axes)
             for v in eqn.params.get("after", ()) if eqn.primitive is fence_p else ():
                 index = max(index, self.round_of(v) + (v in of_groups and not local))
             ordered = _compat.has_ordered_effects(eqn)
             if ordered:
                 index = max(index, in_groups if local else in_server)
-            available = index
+            after = index
             if exchange_rule(eqn, kinds) is not None:
                 self.exchanges.setdefault(index, []).append(eqn)
-                available = index + 1
+                after = index + 1
             elif kinds.is_loop(eqn):
                 self.loops.setdefault(index, []).append(eqn)
-                available = index + 1
+                after = index + 1
             elif local:
                 of_groups.update(eqn.outvars)
                 # An equation without results runs for its effects, where its operands
@@ -100,11 +110,11 @@ class RoundAssignment:
             else:
                 self.server.setdefault(index, []).append(eqn)
             if ordered:
-                in_groups = max(in_groups, available)
-                in_server = max(in_server, index + (available > index or local))
-            if available > index and not kinds.is_loop(eqn):
+                in_groups = max(in_groups, after)
+                in_server = max(in_server, index + (after > index or local))
+            if after > index and not kinds.is_loop(eqn):
                 communicated.update(eqn.outvars)
-            self._available.update(dict.fromkeys(eqn.outvars, available))
+            available.update(dict.fromkeys(eqn.outvars, after))
         # Reductions that are results of the program come first and in its order, so
         # that a printed plan reads like the program.
         # Reversed: a variable that is several results has the position of the first.

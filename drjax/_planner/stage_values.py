@@ -263,7 +263,7 @@ class StageValues:
 
         A variable may be global, or partitioned along `axis`.
         """
-        if isinstance(atom, Literal):
+        if type(atom) is Literal:
             return ConstantOperand(atom.val)
         known = self._slices.get(atom)
         if known is not None:

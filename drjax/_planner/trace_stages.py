@@ -7,7 +7,6 @@ results are compared with those of the program. Sharp edges: bitwise-observable 
 of a local stage are fenced, as XLA could compute them twice by itself.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, assert_never
@@ -19,7 +18,6 @@ from drjax import _compat, primitives
 from drjax._compat.jax_types import Literal
 from drjax._compat.types import Array, Atom, ClosedJaxpr, Eqn, Var
 from drjax._context import group_mesh
-from drjax._jaxprs.walk import variables
 from drjax._partition import Partition
 from drjax._planner import group_index
 from drjax._planner.fences import fence_p
@@ -43,7 +41,6 @@ from drjax._sharding.group_mesh import axes_of, is_bound
 from drjax.plan import Stage, Value
 
 T = TypeVar("T")
-_NO_CONTEXT = contextlib.nullcontext()
 
 
 def trace_server_stage(
@@ -56,10 +53,15 @@ def trace_server_stage(
     results of the equations or constants.
     """
     consts = values.program.consts
-    defined = {v for e in eqns for v in e.outvars}
     # A dict, as a set would make the sequence of inputs depend on identities.
-    operands = dict.fromkeys(v for e in eqns for v in variables(e.invars))
-    inputs = [v for v in operands if v not in defined and v not in consts]
+    taken: dict[Any, None] = {}
+    defined = set[Any]()
+    for eqn in eqns:
+        for v in eqn.invars:
+            if type(v) is not Literal and v not in defined:
+                taken[v] = None
+        defined.update(eqn.outvars)
+    inputs = [v for v in taken if v not in consts]
 
     def run(*args: Array) -> list[Array]:
         env = {**consts, **dict(zip(inputs, args, strict=True))}
@@ -188,6 +190,8 @@ def _run_group(
     }
 
     def read(operand: Operand) -> Any:
+        if type(operand) is SliceOperand:  # most operands
+            return env[operand.var]
         match operand:
             case SliceOperand():
                 return env[operand.var]
@@ -213,9 +217,11 @@ def _run_group(
             copies = map(BroadcastOperand, eqn.params["after"])
             operands += [env[copy] for copy in copies if copy in env]
             outs = fence_p.bind(*operands)[: len(eqn.outvars)]
-        else:
-            with _compat.rematerializing() if again else _NO_CONTEXT:
+        elif again:
+            with _compat.rematerializing():
                 outs = by.work(eqn, operands)
+        else:
+            outs = by.work(eqn, operands)
         for var, out in zip(eqn.outvars, outs, strict=True):
             # An observable result of a rematerialized equation is an input of this
             # stage, and must not be replaced by its second value.
@@ -286,7 +292,8 @@ class _Written:
         if not unbatched.pointwise:
             raise _compat.NotWritten
         shape = drop(unbatched.out_axes[0], eqn.outvars[0].aval.shape)
-        return writer.pointwise(eqn, operands, shape, unbatched.params)
+        params = eqn.params if unbatched.params is None else unbatched.params
+        return writer.pointwise(eqn, operands, shape, params)
 
 
 def _fence(x: object) -> Any:

@@ -26,9 +26,6 @@ def contradictions(env: Environment, eqn: Eqn) -> list[Atom]:
     equation mixes the slices of different groups, all of its partitioned operands and
     results are listed.
     """
-    # The usual case, without its rule.
-    if env.common_kind(eqn) is not None:
-        return []
     atoms = [*eqn.invars, *eqn.outvars]
     actual = [env.cell(atom) for atom in atoms]
     if not any(kind.partitioned for kind in actual):
@@ -50,7 +47,7 @@ def check_partitioning(env: Environment) -> Environment:
     the slices of different groups, or takes a partitioned value where it needs another
     kind, raises a `PlanError`.
     """
-    for eqn in env.program.eqns:
+    for eqn in env.others:
         check_equation(env, eqn)
         if env.is_loop(eqn):
             for body in env.loops[eqn].bodies:
@@ -63,8 +60,6 @@ def check_equation(env: Environment, eqn: Eqn) -> None:
 
     The bodies of a loop are not checked.
     """
-    if env.common_kind(eqn) is not None:
-        return
     if env.is_loop(eqn):
         check_loop(env, eqn)
         return

@@ -147,15 +147,16 @@ class Environment:
         return False
 
     @functools.cached_property
-    def _is_single(self) -> bool:
-        return self.partition is not None and self.partition.size == 1
+    def _pointwise(self) -> frozenset[str]:
+        single = self.partition is not None and self.partition.size == 1
+        return frozenset() if single else ELEMENTWISE
 
     def is_pointwise(self, eqn: Eqn) -> bool:
         """Whether an equation is pointwise, and so implies no communication.
 
         In a partition of one group, also such an equation may be a gather.
         """
-        return eqn.primitive.name in ELEMENTWISE and not self._is_single
+        return eqn.primitive.name in self._pointwise
 
     def common_kind(self, eqn: Eqn) -> Kind | None:
         """The kind of all that is partitioned of a pointwise equation, if it is one.
@@ -178,6 +179,21 @@ class Environment:
                 if kind is not None and kind.axis is not None and kind != common:
                     return None
         return common
+
+    @functools.cached_property
+    def others(self) -> list[Eqn]:
+        """The equations that are not pointwise work on values of a single kind.
+
+        These alone may communicate, have rounds, or mix groups. Asked for after the
+        inference, as each pass looks at them.
+        """
+        others = []
+        for eqn in self.program.eqns:
+            if self.common_kind(eqn) is None:
+                axes = self.group_axes(eqn.invars) + self.group_axes(eqn.outvars)
+                if not self.is_pointwise(eqn) or axes.count(None) < len(axes):
+                    others.append(eqn)
+        return others
 
     def signature(self, eqn: Eqn) -> EquationKinds | None:
         """Return the kinds that a building block over the partition takes and returns.

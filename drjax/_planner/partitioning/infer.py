@@ -38,8 +38,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
+from drjax._compat.jax_types import Literal
 from drjax._compat.types import Eqn, Var
 from drjax._errors import PlanError
+from drjax._jaxprs.walk import variables
 from drjax._partition import Partition
 from drjax._planner.inline import InlinedJaxpr
 from drjax._planner.partitioning.consistency import contradictions
@@ -107,6 +109,7 @@ def _run_phases(
     """
     env.join(env.program.invars, env.argument_kinds)
     settled: frozenset[Any] = frozenset()
+    eqns = env.program.eqns
     for phase in PHASES[: PHASES.index(last_phase) + 1]:
         # What the phases before this one raised holds whoever uses it.
         settled = frozenset(env.cells)
@@ -115,33 +118,75 @@ def _run_phases(
         for var, kind in required:
             env.join([var], [_in_phase(kind, phase)])
         try:
-            _propagate(env, phase, settled)
+            if phase == "forward":
+                _propagate_forward(env)
+            else:
+                # What is not free stays as it is, but a loop has bodies of its own.
+                eqns = [e for e in eqns if env.has_free(e) or env.is_loop(e)]
+                _propagate(env, eqns, phase, settled)
         except _ConflictingDemands as conflict:
             return conflict.variables
     # Before the last phase, a demand may still come from outside of a body.
     if last_phase != PHASES[-1]:
         return set()
-    conflicts = {v for eqn in env.program.eqns for v in contradictions(env, eqn)}
+    conflicts = {v for eqn in env.others for v in contradictions(env, eqn)}
     # A settled variable cannot be forced to be global: its equation is refused.
     return conflicts - settled
 
 
-def _propagate(env: Environment, phase: str, settled: frozenset[Var]) -> None:
-    """Apply the propagation rules of all equations until no kind changes.
+def _propagate_forward(env: Environment) -> None:
+    """Infer the kinds of results from those of operands, until no kind changes.
 
-    `settled` are the variables whose kinds are known before this phase begins. If, in
-    the last phase, an equation mixes groups, and some of its partitioned operands are
-    not settled, it raises `_ConflictingDemands`: only demands made them partitioned. An
-    equation that mixes groups otherwise raises a `PlanError`.
+    One pass does, as definitions precede uses, and no demand is made.
     """
-    eqns, neighbors = env.program.eqns, env.program.defs_and_uses
-    order = range(len(eqns))
+    infer_body = functools.partial(_infer_body, env.partition, PHASES[0])
+    cells = env.cells
+    for eqn in env.program.eqns:
+        if env.is_pointwise(eqn):
+            # Without its rule, as most equations are pointwise, of known operands.
+            if all(v in cells for v in eqn.outvars):
+                continue
+            kind = env.common_kind(eqn)
+            if kind is None and _is_global(env, eqn):
+                kind = GLOBAL
+            if kind is not None:
+                cells.update(dict.fromkeys(eqn.outvars, kind))
+                continue
+        loop = env.is_loop(eqn)
+        # A kind of a result of a loop may change the kinds of its carried values.
+        while _visit(env, eqn, loop, PHASES[0], infer_body) and loop:
+            pass
+
+
+def _is_global(env: Environment, eqn: Eqn) -> bool:
+    """Whether all operands of an equation are global, or scalars."""
+    for v in eqn.invars:
+        if type(v) is not Literal:
+            kind = env.cells.get(v)
+            if kind is not GLOBAL and (kind is not None or v.aval.shape):
+                return False
+    return True
+
+
+def _propagate(
+    env: Environment, eqns: Sequence[Eqn], phase: str, settled: frozenset[Var]
+) -> None:
+    """Apply the propagation rules of equations until no kind changes.
+
+    `eqns` are all loops, and those of which a variable is free. `settled` are the
+    variables whose kinds are known before this phase begins. If, in the last phase, an
+    equation mixes groups, and some of its partitioned operands are not settled, it
+    raises `_ConflictingDemands`: only demands made them partitioned. An equation that
+    mixes groups otherwise raises a `PlanError`.
+    """
+    # The indices of the definition of each variable, then of its uses.
+    neighbors: dict[Any, list[int]] = {}
+    for i, eqn in enumerate(eqns):
+        for var in (*eqn.outvars, *variables(eqn.invars)):
+            neighbors.setdefault(var, []).append(i)
     # Demands flow from uses to definitions: fewer visits in reverse order.
     # An ordered set: an equation waits once, however many of its variables change.
-    visits = order if phase == "forward" else reversed(order)
-    # What is not free stays as it is, but a loop has bodies of its own.
-    open_ = lambda eqn: env.has_free(eqn) or env.is_loop(eqn)
-    worklist = OrderedDict.fromkeys(i for i in visits if open_(eqns[i]))
+    worklist = OrderedDict.fromkeys(reversed(range(len(eqns))))
     infer_body = functools.partial(_infer_body, env.partition, phase)
     while worklist:
         index, _ = worklist.popitem(last=False)

@@ -12,6 +12,7 @@ Invariants: an operand whose `in_axes` is None enters every group whole. A rule 
 an operand an axis that was None: inference then demands it partitioned.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
@@ -37,7 +38,8 @@ class UnbatchedEquation:
       in_axes: For each operand of the batched equation, also for a dropped one, its
         group axis; None: every group takes the whole operand.
       out_axes: For each result of the batched equation its group axis.
-      params: The parameters of the equation of one group.
+      params: The parameters of the equation of one group; None: those of the batched
+        equation.
       dropped_operands: The positions, among the operands of the batched equation, of
         those that the equation of one group does not take.
       keeps_unit_axis: Whether the equation of one group takes and returns slices that
@@ -47,7 +49,7 @@ class UnbatchedEquation:
 
     in_axes: tuple[int | None, ...]
     out_axes: tuple[int, ...]
-    params: dict[str, Any]
+    params: dict[str, Any] | None
     dropped_operands: tuple[int, ...] = ()
     keeps_unit_axis: bool = False
     pointwise: bool = False
@@ -66,11 +68,12 @@ class UnbatchedEquation:
                 for x, axis in zip(operands, self.in_axes, strict=True)
             ]
         operands = [x for i, x in enumerate(operands) if i not in self.dropped_operands]
+        params = eqn.params if self.params is None else self.params
         # Bound with the source line of the batched equation, for error texts.
         if self.pointwise:
             (axis,), shape = self.out_axes, eqn.outvars[0].aval.shape
-            return _compat.bind_pointwise(eqn, operands, drop(axis, shape), self.params)
-        outs = _compat.bind_equation(eqn, operands, **self.params)
+            return _compat.bind_pointwise(eqn, operands, drop(axis, shape), params)
+        outs = _compat.bind_equation(eqn, operands, **params)
         if self.keeps_unit_axis:
             outs = [
                 lax.squeeze(x, (axis,))
@@ -103,21 +106,30 @@ def elementwise(eqn: Eqn, axes: Axes) -> UnbatchedEquation | None:
     The group takes slices of all operands but scalars. None if no operand is
     partitioned, or operands are partitioned along different axes.
     """
-    known = {axis for axis in axes if axis is not None}
-    # Groups along different axes would meet as a matrix of all pairs of groups.
-    if len(known) != 1:
+    known = None
+    for axis in axes:
+        # Groups along different axes would meet as a matrix of all pairs of groups.
+        if axis is not None and known is not None and axis != known:
+            return None
+        known = axis if known is None else known
+    if known is None:
         return None
-    (axis,) = known
     # Scalars have no axis to slice; the primitive broadcasts them.
     # Inlining makes pointwise broadcasts explicit, so that all others have one shape;
     # global ones among them are scattered.
-    in_axes = tuple([axis if var.aval.shape else None for var in eqn.invars])
-    params = eqn.params
-    if "sharding" in params:
-        # A sharding names the dimensions of the whole array.
-        params = {**params, "sharding": None}
-    outs = (axis,) * len(eqn.outvars)
+    in_axes = tuple([known if var.aval.shape else None for var in eqn.invars])
+    outs = (known,) * len(eqn.outvars)
+    if "sharding" not in eqn.params:
+        return _pointwise(in_axes, outs)
+    # A sharding names the dimensions of the whole array.
+    params = {**eqn.params, "sharding": None}
     return UnbatchedEquation(in_axes, outs, params, pointwise=len(outs) == 1)
+
+
+@functools.cache
+def _pointwise(in_axes: tuple[int | None, ...], outs: tuple[int, ...]) -> Any:
+    # One object for each form, as there are many pointwise equations.
+    return UnbatchedEquation(in_axes, outs, None, pointwise=len(outs) == 1)
 
 
 def unary(rule_of_axis: AxisRule) -> "UnbatchingRule":
