@@ -5,6 +5,7 @@ an entry in JAX's registry, with the signature of the installed version.
 Sharp edges: registries are global.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -219,25 +220,29 @@ def scope_of(primitive: core.Primitive, params: Params) -> str:
 
 
 def register_jaxpr_lowering(
-    primitive: core.Primitive, jaxpr_of: Callable[..., ClosedJaxpr]
+    primitive: core.Primitive,
+    jaxpr_of: Callable[..., tuple[ClosedJaxpr, Sequence[Array]]],
 ) -> None:
     """Register that equations of `primitive` are lowered as a jaxpr.
 
     `jaxpr_of(*avals, **params)` takes the types of the operands and the parameters of
-    the equation. It returns a jaxpr from the operands to the results.
+    the equation. It returns a jaxpr from constants and the operands to the results,
+    and these constants.
     """
 
     def rule(ctx: mlir.LoweringRuleContext, *args: ir.Value, **params: Any) -> Any:
-        closed = jaxpr_of(*ctx.avals_in, **params)
+        closed, arrays = jaxpr_of(*ctx.avals_in, **params)
         raw = open_jaxpr(closed)
         if raw.is_high or raw.effects:  # needs more than its equations lowered
-            return mlir.lower_fun(jaxpr_as_fun(closed))(ctx, *args)
+            fn = functools.partial(jaxpr_as_fun(closed), *arrays)
+            return mlir.lower_fun(fn)(ctx, *args)
         module = ctx.module_context
         if ctx.platforms is not None:
             module = module.replace(platforms=ctx.platforms)
-        consts = mlir.ir_consts(jaxpr_consts(closed), [v.aval for v in raw.constvars])
+        avals = [v.aval for v in raw.invars[: len(arrays)]]
+        consts = mlir.ir_consts(arrays, avals)
         outs, _ = mlir.jaxpr_subcomp(
-            module, raw, ctx.name_stack, ctx.tokens_in, consts, *args,
+            module, raw, ctx.name_stack, ctx.tokens_in, (), *consts, *args,
             dim_var_values=ctx.dim_var_values, const_lowering=ctx.const_lowering,
             outer_traceback=None,
         )  # fmt: skip

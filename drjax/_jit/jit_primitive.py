@@ -152,12 +152,12 @@ def plan_to_run(jaxpr: ClosedJaxpr, options: Options) -> xla.Choice:
 @_cached
 def _traced(
     jaxpr: ClosedJaxpr, options: Options, avals: tuple[Aval, ...]
-) -> ClosedJaxpr:
+) -> tuple[ClosedJaxpr, list[Array]]:
     """Trace the execution of a jaxpr's plan, on the mesh in context; cached.
 
     The closed jaxpr has the inputs and results of `jaxpr`, and runs the plan: loops
-    over groups, and collectives. `avals` are the types of the arguments, with
-    shardings.
+    over groups, and collectives. It first takes the constants that are returned, too.
+    `avals` are the types of the arguments, with shardings.
     """
 
     def run(*args: Array) -> Sequence[Array]:
@@ -170,7 +170,7 @@ def _traced(
 
     # As in `_execute`.
     with _compat.without_vma():
-        return jax.make_jaxpr(run)(*avals)
+        return _compat.trace_to_jaxpr(run, avals, options.name)
 
 
 def _execute(
@@ -182,10 +182,10 @@ def _execute(
     operand does.
     """
     avals = tuple(map(_compat.typeof, args))
-    traced = _traced(jaxpr, options, avals)
+    traced, consts = _traced(jaxpr, options, avals)
     # The plan was traced outside the user's shard_map: its types say nothing of VMA.
     with _compat.without_vma():
-        outs = _compat.jaxpr_as_checked_fun(traced)(*args)
+        outs = _compat.jaxpr_as_checked_fun(traced)(*consts, *args)
     axes = varying_axes(avals)
     return [vary(y, axes) for y in outs]
 
@@ -210,7 +210,7 @@ def _abstract_eval(
         axes = varying_axes(avals)
         types = [
             _compat.replace_aval(t, t.shape, t.sharding, axes)
-            for t in _traced(jaxpr, options, avals).out_avals
+            for t in _traced(jaxpr, options, avals)[0].out_avals
         ]
     return list(types), _compat.effects_of(jaxpr)
 

@@ -221,7 +221,16 @@ def _visit(
     backward = phase != "forward" and (loop or has_free_operand(env, eqn))
     if not (forward or backward):
         return []
-    rule, raised = rule_of(env, eqn), []
+    raised = []
+    block = env.signature(eqn)
+    if block is not None:  # whose kinds are known without a rule
+        if forward:
+            raised += env.join(eqn.outvars, block.result_kinds)
+        if backward:
+            demands = [_in_phase(kind, phase) for kind in block.operand_kinds]
+            raised += env.join(eqn.invars, demands)
+        return raised
+    rule = rule_of(env, eqn)
     # Results first, as the demands on operands depend on their kinds.
     if forward:
         raised += env.join(eqn.outvars, rule.results(env, eqn, infer_body))
