@@ -198,8 +198,8 @@ def _server_stages(
                 eqns.append(eqn)
                 operands.update([v for v in eqn.invars if type(v) is not Literal])
         eqns.reverse()
-        live |= operands
         results = [v for e in eqns for v in e.outvars if v in live]
+        live |= operands - consts.keys()  # constants are part of a stage's code
         if index == 0:
             # Constants that others need leave the server's first stage.
             results = [c for c in consts if c in live] + results
