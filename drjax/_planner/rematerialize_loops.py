@@ -104,7 +104,6 @@ class _ScanPair:
     def __init__(self, kinds: Environment, eqn: Eqn):
         self.program, self.forward = kinds.program, ScanEquation(kinds.program, eqn)
         self.body_kinds = kinds.loops[eqn].bodies[0]
-        self.definition = definitions(self.forward.body.eqns)
         self.observable = bitwise_observable(self.forward.body)
         # What a backward scan can read without the forward one stacking it.
         self._available = {*self.forward.body_consts, *self.forward.body_xs}
@@ -182,20 +181,28 @@ class _ScanPair:
         They compute the roots, and are in the order of the body. They are returned with
         the variables of the body from which they start, without its constants: its
         arguments, results of communication and of effects, and bitwise-observable
-        values, whose exact bits the program may compare.
+        values, whose exact bits the program may compare. Of a mapped function they
+        have the part that is needed: a new state may take the old one, of which its
+        derivative needs nothing.
         """
         body = self.forward.body
-
-        def is_pure(var: Var, eqn: Eqn) -> bool:
-            communicates = exchange_rule(eqn, self.body_kinds) is not None
-            looped = self.body_kinds.is_loop(eqn)
-            return not (communicates or looped or eqn.effects or var in self.observable)
-
-        eqns, starts = backward_slice(roots, self.definition, is_pure)
+        needed: set[Any] = {*variables(roots)}
+        parts: dict[int, Eqn] = {}
+        for eqn in reversed(body.eqns):
+            used = [v in needed and self._is_pure(v, eqn) for v in eqn.outvars]
+            if any(used):
+                parts[id(eqn)] = part = _part(eqn, used)
+                needed.update(variables(part.invars))
+        eqns, starts = backward_slice(roots, definitions(parts.values()), self._is_pure)
         # In the order of the body: definitions precede uses.
-        ordered = [e for e in body.eqns if id(e) in eqns]
+        ordered = [e for e in reversed(parts.values()) if id(e) in eqns]
         # Constants of the jaxpr are no operands: the rewritten body has them itself.
         return ordered, [v for v in starts if v not in body.consts]
+
+    def _is_pure(self, var: Var, eqn: Eqn) -> bool:
+        communicates = exchange_rule(eqn, self.body_kinds) is not None
+        looped = self.body_kinds.is_loop(eqn)
+        return not (communicates or looped or eqn.effects or var in self.observable)
 
     def rewritten(self) -> InlinedJaxpr:
         """Rewrite the program so that backward scans rematerialize the residuals.
@@ -339,17 +346,23 @@ def _with_cheap_part(eqn: Eqn, consts: set[Var]) -> list[Eqn]:
         return [eqn]
     if _may_move(eqn):
         return [eqn]
-
-    def part(used: list[bool]) -> Eqn:
-        _, live = eliminate_dead_code(used, eqn)
-        assert live is not None
-        return live
-
     cheap = [
-        var in consts and _may_move(part([var is other for other in eqn.outvars]))
+        var in consts and _may_move(_part(eqn, [var is other for other in eqn.outvars]))
         for var in eqn.outvars
     ]
-    return [eqn, part(cheap)] if any(cheap) else [eqn]
+    return [eqn, _part(eqn, cheap)] if any(cheap) else [eqn]
+
+
+def _part(eqn: Eqn, used: list[bool]) -> Eqn:
+    """Return a `map_fn` for some of its results, of which at least one is used.
+
+    Another equation is returned itself.
+    """
+    if eqn.primitive is not map_fn_p or all(used):
+        return eqn
+    _, live = eliminate_dead_code(used, eqn)
+    assert live is not None
+    return live
 
 
 def _may_move(eqn: Eqn) -> bool:
