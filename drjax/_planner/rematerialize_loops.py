@@ -57,6 +57,7 @@ from drjax._planner.bitwise_observable import bitwise_observable
 from drjax._planner.exchanges import exchange_rule
 from drjax._planner.inline import InlinedJaxpr
 from drjax._planner.partitioning.environment import Environment
+from drjax._planner.rematerialize_nested import rematerialize_inside
 from drjax._planner.scans import ScanEquation, replace_scans
 from drjax._planner.unbatching.rules import UNBATCHING_RULES
 from drjax._planner.work import COSTLY, bytes_of, is_cheap, operations
@@ -87,6 +88,9 @@ def rematerialize_residuals(kinds: Environment) -> InlinedJaxpr | None:
             pair = _ScanPair(kinds, eqn)
             if pair.residuals:
                 return pair.rewritten()
+            inside = rematerialize_inside(kinds, eqn, rematerialize_residuals)
+            if inside is not None:
+                return inside
     return None
 
 

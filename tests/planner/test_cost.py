@@ -19,11 +19,11 @@ MODEL = 4 * D * D
 
 @drjax.program(clients=N)
 def one_round(w, state, x):
-    """Training that a state of each group moves."""
+    """Training that a state of each group moves, which its derivative needs."""
 
     def train(w, state, x):
         loss = lambda w: jnp.mean((jnp.tanh(x @ w) @ w - x) ** 2)
-        state = 0.9 * state + jax.grad(loss)(w)
+        state = 0.9 * state + jax.grad(loss)(w + state)
         return w - 0.1 * state, state
 
     w, state = drjax.map_fn(train, (drjax.broadcast(w), state, x))

@@ -75,6 +75,80 @@ def test_no_more_than_a_state_is_stacked():
     assert [v.shape for v in stacks if v.partitioned] == [(T, D, D)]
 
 
+@drjax.program(clients=N)
+def round_with_momentum(w, state, x):
+    """The new state is linear in the old one: its derivative needs neither."""
+
+    def work(w, state, x):
+        state = 0.9 * state + jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+        return w - 0.1 * state, state
+
+    new, state = drjax.map_fn(work, (drjax.broadcast(w), state, x))
+    return drjax.reduce_mean(new), state
+
+
+def after_epochs(one_round, w, state, x, rates):
+    """Rounds in epochs, as nested scans."""
+
+    def epoch(carry, rates):
+        step = lambda carry, rate: (one_round(*carry, rate * x), jnp.sum(carry[0]))
+        (w, state), sums = lax.scan(step, carry, rates)
+        return (1.1 * w, state), sums
+
+    (w, state), sums = lax.scan(epoch, (w, state), rates)
+    return jnp.sum(jnp.sin(w)) + jnp.sum(sums**2) + jnp.sum(state**2)
+
+
+def test_a_state_that_no_derivative_needs_is_not_stacked():
+    def last(w, state, x):
+        step = lambda carry, _: (round_with_momentum(*carry, x), None)
+        return jnp.sum(jnp.sin(lax.scan(step, (w, state), length=T)[0][0]))
+
+    forward, _ = scans(jax.grad(last), W, S, X)
+    assert not [v for v in forward.outputs[forward.carry :] if v.partitioned]
+    run = drjax.jit(jax.grad(last), groups_per_step=1)
+    np.testing.assert_allclose(run(W, S, X), jax.jit(jax.grad(last))(W, S, X), 1e-4)
+
+
+@pytest.mark.parametrize(
+    "one_round, shapes",
+    [(round_with_momentum, set()), (round_with_state, {(3, 2, D, D)})],
+    ids=["momentum", "state"],
+)
+@pytest.mark.parametrize("step", [1, 2])
+def test_nested_scans_stack_no_more_than_states(one_round, shapes, step):
+    fn = jax.grad(lambda *args: after_epochs(one_round, *args), (0, 1, 2, 3))
+    args = W, S, X, np.linspace(0.5, 1.5, 6, dtype=np.float32).reshape(3, 2)
+    forward, backward = scans(fn, *args)
+    stacks = forward.outputs[forward.carry :]
+    assert {v.shape for v in stacks if v.partitioned} == shapes
+    # No reduction again.
+    assert all(len(scan.bodies[0].rounds) <= 2 for scan in (forward, backward))
+    results = drjax.jit(fn, groups_per_step=step)(*args)
+    for result, exact in zip(results, jax.jit(fn)(*args), strict=True):
+        np.testing.assert_allclose(result, exact, 1e-4, 1e-5)
+
+
+def test_the_memory_of_nested_scans_does_not_grow_with_the_groups():
+    def compiled(n):
+        @drjax.program(clients=n)
+        def one_round(w, state, x):
+            work = lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w).T @ x / 64
+            return drjax.reduce_mean(drjax.map_fn(work, (drjax.broadcast(w), x))), state
+
+        def last(w, x, rates):
+            return after_epochs(one_round, w, jnp.zeros(()), x, rates)
+
+        run = drjax.jit(jax.grad(last), groups_per_step=1)
+        types = [
+            jax.ShapeDtypeStruct(s, "float32") for s in ((D, D), (n, 8, D), (3, 2))
+        ]
+        return run.lower(*types).compile().memory_analysis().temp_size_in_bytes
+
+    # The data, which are scaled in each round, exist once more.
+    assert compiled(64) - compiled(16) <= 2 * 48 * 8 * D * 4
+
+
 def test_a_backward_scan_does_not_repeat_a_move():
     population = RANDOM.normal(size=(3 * N, D)).astype(np.float32)
     index = RANDOM.integers(0, 3 * N, (T, N))
