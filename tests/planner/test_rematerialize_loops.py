@@ -1,6 +1,6 @@
 """What scans over rounds save and rematerialize.
 
-Covers: drjax._planner.rematerialize_loops.
+Covers: drjax._planner.rematerialize_loops, drjax._planner.rematerialize_nested.
 """
 
 import collections
