@@ -382,3 +382,27 @@ def test_stages_have_the_names_of_what_was_called():
     fn = lambda x, m: drjax.reduce_mean(drjax.map_fn(jnp.sin, x), where=m)
     plan = drjax.make_plan(program(fn))(jnp.ones((N, 3)), jnp.arange(N) > 3)
     assert plan.rounds[0].local.name == "sin + reduce_mean"
+
+
+def test_the_server_returns_only_what_others_read():
+    scale = np.arange(3, dtype=np.float32)
+
+    @drjax.program(clients=4)
+    def program(x):
+        mean = drjax.reduce_mean(x)
+        sent = jnp.sin(mean) * scale + jnp.cos(mean)
+        kept = jnp.exp(mean)
+        total = drjax.reduce_sum(drjax.map_fn(jnp.multiply, (drjax.broadcast(sent), x)))
+        return total * jnp.tanh(kept)
+
+    plan = drjax.make_plan(program)(np.ones((4, 3), np.float32))
+    first, second = (a_round.server for a_round in plan.rounds)
+    assert first.empty
+    # What is sent, and what the last stage reads; intermediates and constants stay.
+    assert len(second.outputs) == 2
+    assert {v.name for v in second.outputs} >= {v.name for v in plan.server.inputs} - {
+        v.name for a_round in plan.rounds for v in a_round.combined
+    }
+    x = np.arange(12, dtype=np.float32).reshape(4, 3)
+    run = drjax.backends.reference.compile(plan)
+    np.testing.assert_allclose(run(x), program(x), 1e-6)
