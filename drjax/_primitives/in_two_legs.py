@@ -23,7 +23,6 @@ under a vmap. Sharp edges: in a plan `received_after` is a fence of the server, 
 `complete` work of the server, of which devices are known when it is lowered.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -39,9 +38,7 @@ from drjax._partition import Partition
 from drjax._plan.wire import Wire
 from drjax._primitives import registration
 from drjax._primitives.between_slices import (
-    after_arrival,
     by_network,
-    count_of,
     on_parts,
 )
 from drjax._primitives.device_sums import all_gather_bytes, scattered_axis
@@ -138,8 +135,8 @@ complete_p = registration.new_primitive("complete")
 def complete(x: GlobalArray, wire: Wire, partition: Partition) -> GlobalArray:
     """Gather float32 numbers, of which devices have parts, in codes of a `wire`.
 
-    A vector is whole on each device. Of `[m, d, *s]` on m devices, the d devices inside
-    a slice have `[m, 1, *s]` each, if these are whole blocks.
+    Of `[m, d, *s]` on m devices, each has a part `[1, d, *s]`, and each of d devices
+    inside a slice whole blocks, `[1, 1, *s]`.
     """
     return complete_p.bind(x, partition=partition, wire=wire)
 
@@ -152,38 +149,14 @@ def _execute_complete(
     if axis is None or layout.devices == 1:
         return x
 
-    def gather(inside: tuple[str, ...], x: Array) -> Array:
-        """All numbers `[m, c]` of a slice, of a device's c by one of its devices."""
-        every = all_gather_bytes(layout.axes, encode(x, wire))
-        if not inside:
-            return decode(every, wire)
-        to_all = lambda x: [all_gather_bytes(inside, x)]
-        (of_slice,) = after_arrival(to_all, every.reshape(-1))
-        numbers = decode(of_slice.reshape(-1, *every.shape), wire)
-        return jnp.moveaxis(numbers, 0, 1).reshape(layout.devices, -1)
-
-    def padded(x: Array, count: int) -> Array:
-        return jnp.pad(x, (0, -x.size % (wire.block * count)))
-
-    def plain(x: Array) -> list[Array]:
-        return [gather((), padded(x, 1))[:, : x.size].reshape(-1)]
+    def gather(x: Array) -> list[Array]:
+        every = all_gather_bytes(layout.axes, encode(x.reshape(-1), wire))
+        return [decode(every, wire).reshape(-1, *x.shape[1:])]
 
     def divided(inside: tuple[str, ...], x: Array) -> list[Array]:
-        run = lambda x: gather(inside, x)
-        every = on_parts(inside, run, padded(x, count_of(inside)), 0)
-        return [every[:, : x.size].reshape(-1)]
+        return [on_parts(inside, lambda x: gather(x)[0], x, 1, out=1)]
 
-    def stays(inside: tuple[str, ...], x: Array) -> list[Array]:
-        run = functools.partial(gather, ())
-        every = on_parts(inside, run, x.reshape(-1), 0, out=1)
-        return [every.reshape(-1, *x.shape[1:])]
-
-    def body(x: Array) -> Sequence[Array]:
-        if x.ndim == 1:
-            return by_network(layout.axes, plain, divided, [x])
-        whole = lambda x: [gather((), x.reshape(-1)).reshape(-1, *x.shape[1:])]
-        return by_network(layout.axes, whole, stays, [x])
-
+    body = lambda x: by_network(layout.axes, gather, divided, [x])
     spec = sharded_spec(layout, axis)
     return shard_map_over_devices(layout, body, [x], [spec], [False])[0]
 

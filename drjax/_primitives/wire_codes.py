@@ -41,8 +41,7 @@ def encode(x: Array | np.ndarray, wire: Wire) -> Any:
     x = x.reshape(-1)
     if wire.dtype == "bfloat16":
         return _join(lead, _planes(x.astype(jnp.bfloat16)))
-    scale = xp.max(xp.abs(x.reshape(-1, wire.block)), axis=-1)
-    scale = scale / np.float32(_LARGEST[wire.dtype])
+    scale = _largest(xp.abs(x), wire.block) / np.float32(_LARGEST[wire.dtype])
     # A subnormal scale has too few digits to divide by.
     scale = xp.where(scale < jnp.finfo(jnp.float32).tiny, np.float32(0), scale)
     scale = xp.where(xp.isfinite(scale), scale, np.float32(np.nan))
@@ -58,7 +57,7 @@ def encode(x: Array | np.ndarray, wire: Wire) -> Any:
             codes = [low | (high << 4)]
         case _:
             raise NotImplementedError(f"No encoding of {wire.dtype} is known.")
-    return _join(lead, [*codes, *_planes(scale)])
+    return _join(lead, [*codes, _join(lead, _planes(scale)).reshape(-1)])
 
 
 def decode(x: Array | np.ndarray, wire: Wire) -> Any:
@@ -69,13 +68,14 @@ def decode(x: Array | np.ndarray, wire: Wire) -> Any:
         numbers = _numbers(_split(x, lead, [1, 1]), jnp.bfloat16)
         return numbers.astype(jnp.float32).reshape(*lead, size // 2)
     blocks = size // wire.nbytes(wire.block)
-    codes, *scale = _split(x, lead, [size - 4 * blocks, *4 * [blocks]])
+    codes, scale = _split(x, lead, [size - 4 * blocks, 4 * blocks])
     if wire.dtype == "float4_e2m1fn":
         halves = [_from_nibbles(codes & 15), _from_nibbles(codes >> 4)]
         numbers = _join(lead, halves).reshape(-1)
     else:
         numbers = _numbers([codes], jnp.dtype(wire.dtype)).astype(jnp.float32)
-    numbers = _times(numbers, _numbers(scale, jnp.float32), wire.block)
+    planes = _split(scale, lead, [1, 1, 1, 1])
+    numbers = _times(numbers, _numbers(planes, jnp.float32), wire.block)
     return numbers.reshape(*lead, blocks * wire.block)
 
 
@@ -127,15 +127,27 @@ def _split(x: Any, lead: tuple[int, ...], shares: list[int]) -> list[Any]:
     return [part.reshape(-1) for part in _numpy_of(x).split(x, ends, axis=axis)]
 
 
+def _largest(x: Any, block: int) -> Any:
+    """Return the largest number of each block of consecutive ones of a vector."""
+    xp = _numpy_of(x)
+    if xp is np or x.size % LANES or block % LANES:
+        return xp.max(x.reshape(-1, block), axis=-1)
+    rows, count = jnp.max(x.reshape(-1, LANES), axis=-1), block // LANES
+    return functools.reduce(jnp.maximum, [rows[i::count] for i in range(count)])
+
+
 def _times(x: Any, factor: Any, block: int) -> Any:
     """Multiply a vector, each block of consecutive numbers by a factor of its own."""
-    parts = LANES // block
-    if isinstance(x, np.ndarray) or x.size % LANES or not parts or LANES % block:
+    if isinstance(x, np.ndarray) or x.size % LANES or LANES % block and block % LANES:
         return (x.reshape(-1, block) * factor[:, None]).reshape(-1)
-    x, factor = x.reshape(-1, LANES), factor.reshape(-1, parts)
+    if block > LANES:
+        x = x.reshape(-1, block // LANES, LANES)
+        parts = [x[:, i] * factor[:, None] for i in range(x.shape[1])]
+        return jnp.stack(parts, axis=1).reshape(-1)
+    x, factor = x.reshape(-1, LANES), factor.reshape(-1, LANES // block)
     of_lane = lax.broadcasted_iota(jnp.int32, x.shape, 1) // block
     every = factor[:, :1]
-    for i in range(1, parts):
+    for i in range(1, LANES // block):
         every = jnp.where(of_lane == i, factor[:, i : i + 1], every)
     return (x * every).reshape(-1)
 

@@ -746,7 +746,8 @@ def _copies(x: GlobalArray, k: int) -> PartitionedArray:
 # The chips of a worker, along the other mesh axes, divide what is sent. To flatten what
 # they divide already would gather it. So each leaf is divided along its largest axis,
 # as is usual, and each chip joins its shards. The compiler for TPUs takes minutes to
-# make vectors of arrays whose last axis is not as long as a register.
+# flatten a shard. Where its last axis is a multiple of a register's 128 lanes, an array
+# of these lanes is the same memory.
 _ALIGNED = 2**15
 
 
@@ -755,13 +756,19 @@ def _joined(tree: PyTree, parts: int, block: int, axes: Mapping[str, int]) -> Ar
 
     Each of d chips of a worker has whole blocks for each part.
     """
-    chips = math.prod(axes.values())
-    by_chip = [_by_chip(x.astype("float32"), axes) for x in jax.tree.leaves(tree)]
-    x = jnp.concatenate(by_chip, axis=1)
+    leaves, chips = jax.tree.leaves(tree), math.prod(axes.values())
+    in_lanes, others = _by_lanes(leaves, chips)
+    by_chip = lambda i: _by_chip(leaves[i].astype("float32"), axes)
+    lanes = [by_chip(i).reshape(chips, -1, LANES) for i in in_lanes]
+    if others:
+        x = jnp.concatenate([by_chip(i).reshape(chips, -1) for i in others], axis=1)
+        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % LANES)))
+        lanes.append(x.reshape(chips, -1, LANES))
+    x = jnp.concatenate(lanes, axis=1)
     unit = math.lcm(block, LANES)
-    while 2 * unit <= min(_ALIGNED, x.shape[1] // (64 * parts)):
+    while 2 * unit <= min(_ALIGNED, x.shape[1] * LANES // (64 * parts)):
         unit *= 2
-    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % (parts * unit))))
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % (parts * unit // LANES)), (0, 0)))
     x = x.reshape(chips, parts, -1, LANES).swapaxes(0, 1)
     return _on_chips(x, None, tuple(axes))
 
@@ -769,11 +776,25 @@ def _joined(tree: PyTree, parts: int, block: int, axes: Mapping[str, int]) -> Ar
 def _parted(joined: Array, like: PyTree) -> PyTree:
     """The tree of what `_joined` has joined."""
     leaves, treedef = jax.tree.flatten(like)
-    chips = joined.shape[1]
-    x = joined.swapaxes(0, 1).reshape(chips, -1)
-    ends = np.cumsum([-(-x.size // chips) for x in leaves])
-    pairs = zip(jnp.split(x, ends, axis=1)[:-1], leaves, strict=True)
-    return treedef.unflatten([_of_chips(x, y) for x, y in pairs])
+    chips, out = joined.shape[1], list(leaves)
+    x = joined.swapaxes(0, 1).reshape(chips, -1, LANES)
+    for unit, members in zip((LANES, 1), _by_lanes(leaves, chips), strict=True):
+        counts = [-(-leaves[i].size // (unit * chips)) for i in members]
+        *values, x = jnp.split(x, np.cumsum(counts), axis=1) if members else [x]
+        for i, value in zip(members, values, strict=True):
+            out[i] = _of_chips(value, leaves[i])
+        x = x.reshape(chips, -1)
+    return treedef.unflatten(out)
+
+
+def _by_lanes(leaves: list[Array], chips: int) -> tuple[list[int], list[int]]:
+    """The leaves whose shards have whole registers on their last axis; and others."""
+    lanes, others = [], []
+    for i, x in enumerate(leaves):
+        axis = _divided_axis(x.shape, chips)
+        last = x.shape[-1] // (chips if axis == x.ndim - 1 else 1) if x.ndim else 1
+        (others if axis is None or last % LANES else lanes).append(i)
+    return lanes, others
 
 
 def _on_chips(x: Array, *spec: Any) -> Array:
@@ -788,18 +809,18 @@ def _divided_axis(shape: tuple[int, ...], chips: int) -> int | None:
 
 
 def _by_chip(x: Array, axes: Mapping[str, int]) -> Array:
-    """The numbers of each chip, `[d, c]`."""
+    """The shard of each chip, `[d, *s]`."""
     chips = math.prod(axes.values())
     axis = _divided_axis(x.shape, chips)
     if axis is None:
         return jnp.pad(x.ravel(), (0, -x.size % chips)).reshape(chips, -1)
     before, after = x.shape[:axis], x.shape[axis + 1 :]
     x = x.reshape(*before, chips, x.shape[axis] // chips, *after)
-    return _on_chips(jnp.moveaxis(x, axis, 0), tuple(axes)).reshape(chips, -1)
+    return _on_chips(jnp.moveaxis(x, axis, 0), tuple(axes))
 
 
 def _of_chips(x: Array, like: Array) -> Array:
-    """The leaf whose numbers `_by_chip` has divided."""
+    """The leaf that `_by_chip` has divided, from all numbers of each shard in order."""
     chips = len(x)
     axis = _divided_axis(like.shape, chips)
     if axis is None:

@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 
 import drjax
-from drjax._primitives.in_two_legs import complete, is_divided, received_after
+from drjax._primitives.in_two_legs import (
+    complete,
+    devices_in_context,
+    is_divided,
+    received_after,
+)
 from drjax._sharding.layout import Placement, find_mesh
 from drjax.compiled import read_hlo
 from drjax.plan import Wire
@@ -41,12 +46,14 @@ def of_partition(f):
 def in_two_legs(wire, partition, x):
     """The mean of x, and what groups do meanwhile: the result of the second leg."""
     on: Placement = {"partition": partition, "mesh": find_mesh(partition)}
-    mean = drjax.reduce_mean(x, wire=wire, result="sharded")
+    m = devices_in_context(partition)
+    cut = lambda x: x.reshape(m, N // m, -1)
+    mean = drjax.reduce_mean(drjax.map_fn(cut, x), wire=wire, result="sharded")
     work = drjax.map_fn(jnp.sin, x)
     (mean,) = received_after([mean], work, on, sharded=True)
     mean = complete(mean, Wire(wire), partition)
     work = drjax.map_fn(jnp.sin, work)
-    return received_after([mean], work, on)[0], work
+    return received_after([mean], work, on)[0].reshape(-1), work
 
 
 @pytest.mark.sampled
