@@ -89,8 +89,9 @@ def _numpy_of(x: Array | np.ndarray) -> ModuleType:
 
 
 # A compiler for TPUs takes minutes where a vector of millions of numbers becomes an
-# array of a few long slices, or one of slices shorter than the 128 lanes of a register.
-# So what follows computes with vectors, and with arrays whose last axis has 128.
+# array of a few long slices, or one of slices shorter than the 128 lanes of a register,
+# and where blocks longer than these are an axis of their own. So what follows computes
+# with vectors, and with arrays whose last axis has 128.
 LANES = 128
 
 
@@ -132,8 +133,8 @@ def _largest(x: Any, block: int) -> Any:
     xp = _numpy_of(x)
     if xp is np or x.size % LANES or block % LANES:
         return xp.max(x.reshape(-1, block), axis=-1)
-    rows, count = jnp.max(x.reshape(-1, LANES), axis=-1), block // LANES
-    return functools.reduce(jnp.maximum, [rows[i::count] for i in range(count)])
+    of_lanes, count = jnp.max(x.reshape(-1, LANES), axis=-1), block // LANES
+    return functools.reduce(jnp.maximum, [of_lanes[i::count] for i in range(count)])
 
 
 def _times(x: Any, factor: Any, block: int) -> Any:

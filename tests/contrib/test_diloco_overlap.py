@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import drjax
+from benchmarks import overlap
 from drjax.compiled import Collective, read_hlo
 from drjax.contrib import diloco
 from experiments import machine
@@ -116,6 +117,15 @@ def test_fragments_of_scanned_layers_are_hidden(jit, wire):
     """Also where the chips of a slice divide layers of which fragments have some."""
     sent = exchanges(3, 5, JITS[jit], wire=wire, scanned=True)
     assert sent and all(x.hidden for x in sent)
+
+
+@pytest.mark.parametrize("wire", overlap.MODEL_WIRES)
+@pytest.mark.parametrize("name", overlap.MODELS)
+def test_those_of_language_models_are_hidden(name, wire):
+    """Of `experiments`, whose compilation takes a minute or more."""
+    report = overlap.compiled_model(name, 2, wire, drjax.jit)
+    every, hidden = overlap.between_slices(report)
+    assert every.bytes and hidden == every
 
 
 class TestWrongOrder:

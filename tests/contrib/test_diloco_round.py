@@ -325,8 +325,12 @@ def test_numbers_in_few_bits_are_those_of_one_exchange(jit, members, monkeypatch
 @pytest.mark.once
 @pytest.mark.parametrize("jit", [jax.jit, drjax.jit], ids=["jax.jit", "drjax.jit"])
 def test_chips_of_a_worker_divide_what_it_sends(jit):
-    """Leaves that they divide evenly, along any axis, or not; values are as on one."""
+    """Leaves that they divide evenly, along any axis, or not; values are as on one.
+
+    Shards of some have whole registers of 128 numbers.
+    """
     shapes = {"lead": (8, 3), "columns": (3, 12), "odd": (3, 5), "one": (), "v": (4,)}
+    shapes |= {"lanes": (2, 512), "of lead": (512, 3, 128), "not": (4, 128)}
     random = np.random.default_rng(0)
     params = {x: jnp.asarray(random.normal(size=s)) for x, s in shapes.items()}
 

@@ -219,7 +219,7 @@ def test_four_bits_are_those_of_the_dtype():
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("lead", [(), (2,)])
-@pytest.mark.parametrize("block", [32, 96, 128, 256])
+@pytest.mark.parametrize("block", [32, 96, 128, 256, 384])
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float4_e2m1fn"])
 def test_hosts_read_what_devices_write(dtype, block, lead):
     """Also of vectors that devices compute in the shape of their registers."""
