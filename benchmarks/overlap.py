@@ -259,13 +259,13 @@ def schedule(compiled: jax.stages.Compiled) -> str:
     return ", ".join(x for x, before in pairs if x != before)
 
 
-def line(name: str, wire: str | None, report: Report) -> list[str]:
+def line(name: str, numbers: str, report: Report) -> list[str]:
     """A line of a table."""
     every, hidden = between_slices(report)
     share, gbits = hidden.bytes / every.bytes, needed(report)
     counts = [f"{every.count}", f"{every.bytes:,}", f"{share:.0%}"]
     link = "waits" if gbits is None else f"{gbits:,.2f}"
-    return [name, wire or "float32", *counts, link]
+    return [name, numbers, *counts, link]
 
 
 def small_cells(slices: tuple[int, ...] = (2, 8)) -> list[Cell]:
@@ -279,6 +279,13 @@ def small_cells(slices: tuple[int, ...] = (2, 8)) -> list[Cell]:
         for jit in JITS
         if way == "a round a call" or (axis, wire, jit) == ("model", None, "jax.jit")
     ]
+
+
+def numbers_of(cell: Cell) -> str:
+    """The dtype that is sent: without a wire, that of the parameters."""
+    if cell.wire or cell.way not in MODELS:
+        return cell.wire or "float32"
+    return config.load(CONFIGS / MODELS[cell.way][0]).model.param_dtype
 
 
 def cell_line(cell: Cell, show: bool = False) -> list[str]:
@@ -295,7 +302,7 @@ def cell_line(cell: Cell, show: bool = False) -> list[str]:
         name = f"{cell.way}, {cell.slices} slices, {cell.axis}, {cell.jit}"
     if show:
         print(*cell, report, sep="\n", file=sys.stderr)
-    return line(name, cell.wire, report)
+    return line(name, numbers_of(cell), report)
 
 
 def measure(
@@ -328,7 +335,7 @@ def _in_a_process(cell: Cell, limit: float, show: bool) -> list[str]:
         name += f", {cell.axis}, {cell.jit}" * (cell.way in WAYS)
         if cell.ordered:
             return [f"{cell.way}, {cell.wire or 'float32'}", late]
-        return [name, cell.wire or "float32", late, "", "", ""]
+        return [name, numbers_of(cell), late, "", "", ""]
     return json.loads(done.stdout.splitlines()[-1])
 
 
