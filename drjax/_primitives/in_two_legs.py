@@ -13,9 +13,9 @@ its part, and an all-gather of these parts. With the work of groups in two halve
     ...                                                      the other half
     whole = received_after([whole], work)
 
-a compiler can hide both. The compiler for TPUs waits for what was sent before such work
-if it likes to, as where it contains collectives of its own; an `optimization_barrier`
-does not keep it from that. So `received_after` makes a dependency that is none: of the
+a compiler can hide both. The compilers for TPUs and GPUs wait for what was sent before
+such work if they like to, that for GPUs always; an `optimization_barrier` does not keep
+them from that. So `received_after` makes a dependency that is none: of the
 results on whether each number of the work has some bits, or none.
 
 Invariants: both are the identity but for the rounding of `wire`, also of tangents, and
@@ -68,6 +68,7 @@ def is_divided(partition: Partition) -> bool:
 # received_after: global values, and a partitioned one for which they wait
 
 received_after_p = registration.new_primitive("received_after", multiple_results=True)
+_WITH_ASYNCHRONOUS_COLLECTIVES = "tpu", "cuda", "rocm"
 
 
 def received_after(
@@ -100,7 +101,8 @@ def _execute_received_after(
         return [jnp.where(always, x, jnp.zeros_like(x)) for x in xs]
 
     def body(work: Array, *xs: Array) -> Sequence[Array]:
-        return lax.platform_dependent(work, *xs, tpu=by_data, default=by_order)
+        platforms = dict.fromkeys(_WITH_ASYNCHRONOUS_COLLECTIVES, by_data)
+        return lax.platform_dependent(work, *xs, **platforms, default=by_order)
 
     of_parts = lambda x: sharded_spec(layout, scattered_axis(layout, x.shape))
     specs = [of_parts(x) if sharded else False for x in xs]

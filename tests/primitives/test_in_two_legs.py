@@ -82,6 +82,24 @@ def test_devices_send_codes_in_two_collectives(jit):
     ]  # fmt: skip
 
 
+def a_result_after_work(partition, x):
+    """Only what is computed from the work is read otherwise, not the work itself."""
+    on: Placement = {"partition": partition, "mesh": find_mesh(partition)}
+    work = drjax.map_fn(jnp.sin, x)
+    mean = received_after([drjax.reduce_mean(x)], work, on)
+    return mean, drjax.map_fn(jnp.cos, work)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda", "rocm"])
+@pytest.mark.parametrize("jit", JITS)
+def test_where_collectives_are_asynchronous_results_wait_for_work(jit, platform):
+    """By data: XLA removes barriers before it schedules."""
+    with in_mesh_of({"clients": 4}):
+        traced = JITS[jit](of_partition(a_result_after_work)).trace(X)
+        lowered = traced.lower(lowering_platforms=(platform,))
+    assert ("stablehlo.popcnt" in lowered.as_text()) == (platform != "cpu")
+
+
 @pytest.mark.parametrize("jit", JITS)
 def test_between_slices_their_devices_divide_both(jit):
     two = of_partition(functools.partial(in_two_legs, "int8"))

@@ -154,6 +154,7 @@ class MeshInterpreter(PlanInterpreter):
         self._replaced = uses.replaced(plan, lasting)
         # The work of rounds that repeat, by what it is made of: traced once.
         self._known_work: dict[Hashable, Callable[..., list[Array]]]
+        self._last_work: tuple[Value, ...] = ()
 
     def __call__(self, inputs: Iterable[Slices]) -> list[Array]:
         self._known_work = {}  # of this trace
@@ -177,9 +178,13 @@ class MeshInterpreter(PlanInterpreter):
         So XLA receives it after that work. `fences.py` says what waits for what.
         """
         args, layout = env.read(stage.inputs), self.layout
-        work = [v for v in stage.after if v in env]
-        work = [v for v in work if jnp.issubdtype(v.dtype, jnp.floating)]
-        if layout is None or not work:
+        if layout is None or not stage.after:
+            return args
+        is_float = lambda v: v in env and jnp.issubdtype(v.dtype, jnp.floating)
+        work = [*filter(is_float, stage.after)]
+        # Nothing else may read it: then other results of the groups' last work.
+        work = work or [*filter(is_float, self._last_work)]
+        if not work:
             return args
         least = env[min(work, key=lambda v: math.prod(v.shape))]
         on: Placement = {"partition": layout.partition, "mesh": layout.mesh}
@@ -210,6 +215,7 @@ class MeshInterpreter(PlanInterpreter):
         """Run the groups of a round, and its reductions and folds: see `run_groups`."""
         a_round, layout = self.plan.rounds[index], self.layout
         stage = a_round.local
+        self._last_work = stage.outputs
         # A round may only broadcast or gather; but effects must run.
         if stage.empty and not stage.jaxpr.effects:
             return
