@@ -8,8 +8,8 @@ Sharp edges of HLO, from which the numbers are read:
 * Bytes are those that a device sends (`sent.py`), of all operands of a variadic one.
 * An asynchronous pair is one, at its `-start`. The start of an all-gather, a
   collective-permute or a reduce-scatter yields (operands, results, contexts...); that
-  of an all-reduce yields its results alone. `async-start` wraps a computation that
-  holds the collective itself.
+  of an all-reduce yields ((operands), results) on GPUs, else its results alone.
+  `async-start` wraps a computation that holds the collective itself.
 * TPUs write a reduce-scatter as a fusion `all-reduce-scatter` around an all-reduce,
   and spread a collective over several fusions, the links of a chain.
 * Between TPU slices, over the data center's network, a collective is a `send` and a
@@ -480,16 +480,17 @@ def _kind(running: Running) -> str | None:
 def _whole_bytes(x: Instruction, kind: str, members: int) -> int:
     """Return the bytes of a collective's whole value: see `sent_bytes`.
 
-    An instruction that starts an asynchronous collective, other than an all-reduce, has
-    a tuple of operands, results and contexts as its shape. That of a send between
-    slices begins with its operand. The operand or the result of a ragged all-to-all is
-    a buffer for what one device may send or receive at most.
+    An instruction that starts an asynchronous collective has a tuple of operands,
+    results and contexts as its shape; that of an all-reduce may have results alone.
+    That of a send between slices begins with its operand. The operand or the result of
+    a ragged all-to-all is a buffer for what one device may send or receive at most.
     """
     parts = split(x.shape[1:]) if x.shape.startswith("(") else [x.shape]
     if x.opcode == "send":
         return shape_bytes(parts[0]) * (members if kind == "all-gather" else 1)
     shape = x.shape
-    if x.opcode.endswith("-start") and x.opcode != "all-reduce-start":
+    alone = x.opcode == "all-reduce-start" and not x.shape.startswith("((")
+    if x.opcode.endswith("-start") and not alone:
         # (operands, results, contexts...)
         shape = parts[1] if len(parts) > 1 else shape
         if kind == "ragged-all-to-all":

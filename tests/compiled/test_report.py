@@ -184,6 +184,11 @@ def test_errors():
             24,
         ),
         (
+            "  %ar = ((f32[8]{0}), f32[8]{0}) all-reduce-start(%p), channel_id=1",
+            "all-reduce",
+            32,
+        ),
+        (
             "  %ag = (f32[1,3]{1,0}, f32[8,3]{1,0}) all-gather-start(%p), dims={0}",
             "all-gather",
             96,
