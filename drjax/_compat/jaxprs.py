@@ -356,12 +356,12 @@ def jaxprs_in(params: Params) -> list[ClosedJaxpr | OpenJaxpr]:
 
     Jaxprs in tuples and lists count; jaxprs inside these jaxprs do not.
     """
-    found = []
+    result = []
     for value in params.values():
         for x in value if isinstance(value, tuple | list) else (value,):
             if isinstance(x, JAXPR_TYPES):
-                found.append(open_jaxpr(x))
-    return found
+                result.append(open_jaxpr(x))
+    return result
 
 
 @weakref_lru_cache
