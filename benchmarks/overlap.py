@@ -8,7 +8,8 @@ In `a round a call`, Streaming DiLoCo by `drjax.contrib.diloco`, a fragment is s
 DELAY inner steps before it is received. In `a step a call`, trainers that compile one
 inner step send and apply a fragment in branches of that program. The language models
 are those of `experiments`. Nothing is run, and no TPU is needed: `pip install libtpu`.
-With `--schedule` the collectives of each are printed.
+With `--gpus` workers are hosts with H100s, too, which needs no GPU: `pip install
+jax-cuda12-plugin jax-cuda12-pjrt`. With `--schedule` the collectives are printed.
 
 Each program is compiled in a process of its own, which is ended after `--limit`
 seconds; the table says so. With `--kept FILE` the line of each program is appended to a
@@ -32,7 +33,7 @@ from tqdm import tqdm
 
 import drjax
 from benchmarks.report import table, write
-from drjax.compiled import Report, Total, totals
+from drjax.compiled import Collective, Report, Total, totals
 from drjax.compiled.hlo import Module
 from drjax.contrib import diloco
 from examples.common.transformer import mean_loss
@@ -61,6 +62,8 @@ class Cell(NamedTuple):
     jit: str = "drjax.jit"
     axis: str = "model"
     ordered: bool = False  # what a chip does, instead of counts
+    gpus: int = 0  # of a worker; 0: it is a slice of TPUs
+    together: int = 0  # collectives that a GPU may run at a time; 0: the default
 
 
 class Program(NamedTuple):
@@ -143,6 +146,8 @@ def first_state() -> Any:
     return {"params": params, "opt": INNER.init(params)}
 
 
+WORKERS_AND_MODEL = "workers", "model"
+TOGETHER = "xla_gpu_experimental_parallel_collective_overlap_limit"
 JITS = {"jax.jit": jax.jit, "drjax.jit": drjax.jit}
 WAYS = {"a round a call": a_round_a_call, "a step a call": a_step_a_call}
 
@@ -154,11 +159,24 @@ def mesh_of(slices: int, axis: str, topology: str = "v5e:2x2") -> jax.sharding.M
     return jax.sharding.Mesh(chips.reshape(slices, -1), ("workers", axis))
 
 
+def hosts(count: int, gpus: int) -> jax.sharding.Mesh:
+    """A worker for each host, of so many H100s, which divide each layer."""
+    of = config.Machine(platform="cuda", topology=f"1x{count}x{gpus}")
+    return jax.sharding.Mesh(machine.devices(of).reshape(count, -1), WORKERS_AND_MODEL)
+
+
 def compiled(
-    way: str, slices: int, wire: str | None, jit: Callable, axis: str = "model"
+    way: str,
+    slices: int,
+    wire: str | None,
+    jit: Callable,
+    axis: str = "model",
+    mesh: jax.sharding.Mesh | None = None,
+    **options: Any,
 ) -> jax.stages.Compiled:
     """Compile one of the programs, whose chips in a slice divide layers, or data."""
-    mesh, (fn, args) = mesh_of(slices, axis), WAYS[way](slices, wire)
+    fn, args = WAYS[way](slices, wire)
+    mesh = mesh_of(slices, axis) if mesh is None else mesh
 
     def spec(x: jax.ShapeDtypeStruct) -> P:
         lead = ["workers"] * (x.ndim > 0 and x.shape[0] == slices)
@@ -174,7 +192,7 @@ def compiled(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on(x)), args
     )
     with jax.set_mesh(mesh):
-        return jit(fn).lower(*typed).compile()
+        return jit(fn).lower(*typed).compile(compiler_options=options)
 
 
 def compiled_model(name: str, slices: int, wire: str | None, jit: Callable) -> Report:
@@ -215,9 +233,11 @@ def compiled_model(name: str, slices: int, wire: str | None, jit: Callable) -> R
         return Report.of(lowered.compile(), mesh)
 
 
-def between_slices(report: Report) -> tuple[Total, Total]:
+def between_slices(
+    report: Report, between: Callable[[Collective], bool] = lambda c: c.between_slices
+) -> tuple[Total, Total]:
     """All that is sent between slices, and what of it is hidden."""
-    sent = [c for c in report.collectives if c.between_slices]
+    sent = [c for c in report.collectives if between(c)]
     every = totals(sent, lambda c: True)[True]
     hidden = totals([c for c in sent if c.hidden], lambda c: True)
     return every, hidden.get(True, Total(0, 0, 0, 0))
@@ -291,11 +311,13 @@ def numbers_of(cell: Cell) -> str:
 def cell_line(cell: Cell, show: bool = False) -> list[str]:
     """Compile one program: its line in a table."""
     jit = JITS[cell.jit]
+    if cell.gpus:
+        return gpu_line(cell)
     if cell.way in MODELS:
         report = compiled_model(cell.way, cell.slices, cell.wire, jit)
         name = f"{cell.way}, {cell.slices} slices"
     else:
-        program = compiled(*cell[:3], jit, cell.axis)
+        program = compiled(cell.way, cell.slices, cell.wire, jit, cell.axis)
         if cell.ordered:
             return [f"{cell.way}, {cell.wire or 'float32'}", schedule(program)]
         report = Report.of(program, mesh_of(cell.slices, cell.axis))
@@ -303,6 +325,31 @@ def cell_line(cell: Cell, show: bool = False) -> list[str]:
     if show:
         print(*cell, report, sep="\n", file=sys.stderr)
     return line(name, numbers_of(cell), report)
+
+
+def gpu_line(cell: Cell) -> list[str]:
+    """Compile one program for hosts with H100s: its line in their table."""
+    mesh = hosts(cell.slices, cell.gpus)
+    options = {TOGETHER: cell.together} if cell.together else {}
+    jit = JITS[cell.jit]
+    program = compiled(cell.way, cell.slices, cell.wire, jit, mesh=mesh, **options)
+    between = lambda c: c.axes is not None and "workers" in c.axes
+    every, hidden = between_slices(Report.of(program, mesh), between)
+    name = f"{cell.way}, {cell.slices} workers, {cell.jit}"
+    at_a_time = str(cell.together or "default")
+    counts = [f"{every.count}", f"{every.bytes:,}", f"{hidden.bytes / every.bytes:.0%}"]
+    return [name, str(cell.gpus), at_a_time, cell.wire or "float32", *counts]
+
+
+def gpu_cells() -> list[Cell]:
+    """Workers of one GPU, and of four, which exchange in each step too."""
+    rounds = [
+        Cell("a round a call", 2, wire, jit, gpus=gpus, together=together)
+        for gpus, together in ((1, 0), (4, 0), (4, 4), (4, 8))
+        for wire in WIRES
+        for jit in JITS
+    ]
+    return [*rounds, Cell("a step a call", 2, None, "jax.jit", gpus=1)]
 
 
 def measure(
@@ -335,6 +382,8 @@ def _in_a_process(cell: Cell, limit: float, show: bool) -> list[str]:
         name += f", {cell.axis}, {cell.jit}" * (cell.way in WAYS)
         if cell.ordered:
             return [f"{cell.way}, {cell.wire or 'float32'}", late]
+        if cell.gpus:
+            return [name, str(cell.gpus), "", numbers_of(cell), late, "", ""]
         return [name, numbers_of(cell), late, "", "", ""]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -344,7 +393,10 @@ ORDERED.append(Cell("a round a call", 2, "int8", "jax.jit", ordered=True))
 
 
 def markdown(
-    lines: list[list[str]], models: list[list[str]], orders: list[list[str]]
+    lines: list[list[str]],
+    models: list[list[str]],
+    orders: list[list[str]],
+    gpus: list[list[str]],
 ) -> str:
     """The tables."""
     columns = ["program", "numbers", "collectives", "sent", "hidden", "Gbit/s"]
@@ -366,6 +418,14 @@ def markdown(
             f"{MODEL_STEPS} steps in a round, a delay of {MODEL_DELAY}, by "
             f"`drjax.jit`:\n\n{table(columns, models)}\n"
         )
+    if gpus:
+        columns = ["program", "GPUs", "at a time", *columns[1:-1]]
+        text += (
+            "\n## GPUs\n\n"
+            "The small program on hosts with H100s, each a worker whose GPUs divide "
+            "each layer, by the compiler for GPUs; collectives at a time are its "
+            f"option `{TOGETHER}`:\n\n{table(columns, gpus)}\n"
+        )
     shown = table(["program", "schedule"], orders)
     return f"{text}\n## What a chip does, in order\n\n{shown}\n"
 
@@ -376,6 +436,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--schedule", action="store_true")
     parser.add_argument("--models", nargs="*", choices=MODELS, default=[*MODELS])
+    parser.add_argument("--gpus", action="store_true", help="also for H100s")
     parser.add_argument("--limit", type=float, default=600, help="seconds a program")
     parser.add_argument("--kept", type=Path, help="lines of programs that are known")
     parser.add_argument("--cell", type=json.loads, help="one program, for itself")
@@ -385,7 +446,8 @@ def main() -> None:
         return
     models = [Cell(name, 2, wire) for name in args.models for wire in MODEL_WIRES]
     run = lambda cells: measure(cells, args.limit, args.kept, args.schedule)
-    text = markdown(run(small_cells()), run(models), run(ORDERED))
+    gpus = run(gpu_cells()) if args.gpus else []
+    text = markdown(run(small_cells()), run(models), run(ORDERED), gpus)
     write(text, args.out)
 
 
