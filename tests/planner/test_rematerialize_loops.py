@@ -14,6 +14,7 @@ from jax import lax
 
 import drjax
 from drjax._jaxprs.walk import deep_equations
+from drjax.compiled import Report
 from drjax.plan import Scan
 
 N, D, T = 4, 5, 6
@@ -101,7 +102,7 @@ def after_epochs(one_round, w, state, x, rates):
 
 def test_a_state_that_no_derivative_needs_is_not_stacked():
     def last(w, state, x):
-        step = lambda carry, _: (round_with_momentum(*carry, x), None)
+        step = lambda carry, _: (round_with_momentum(carry[0], carry[1], x), None)
         return jnp.sum(jnp.sin(lax.scan(step, (w, state), length=T)[0][0]))
 
     forward, _ = scans(jax.grad(last), W, S, X)
@@ -143,7 +144,7 @@ def test_the_memory_of_nested_scans_does_not_grow_with_the_groups():
         types = [
             jax.ShapeDtypeStruct(s, "float32") for s in ((D, D), (n, 8, D), (3, 2))
         ]
-        return run.lower(*types).compile().memory_analysis().temp_size_in_bytes
+        return Report.of(run.lower(*types).compile()).temp_bytes
 
     # The data, which are scaled in each round, exist once more.
     assert compiled(64) - compiled(16) <= 2 * 48 * 8 * D * 4
