@@ -335,10 +335,10 @@ def gpu_line(cell: Cell) -> list[str]:
     program = compiled(cell.way, cell.slices, cell.wire, jit, mesh=mesh, **options)
     between = lambda c: c.axes is not None and "workers" in c.axes
     every, hidden = between_slices(Report.of(program, mesh), between)
-    name = f"{cell.way}, {cell.slices} workers, {cell.jit}"
+    name = f"{cell.way}, {cell.slices} workers of {cell.gpus}, {cell.jit}"
     at_a_time = str(cell.together or "default")
     counts = [f"{every.count}", f"{every.bytes:,}", f"{hidden.bytes / every.bytes:.0%}"]
-    return [name, str(cell.gpus), at_a_time, cell.wire or "float32", *counts]
+    return [name, at_a_time, cell.wire or "float32", *counts]
 
 
 def gpu_cells() -> list[Cell]:
@@ -383,7 +383,7 @@ def _in_a_process(cell: Cell, limit: float, show: bool) -> list[str]:
         if cell.ordered:
             return [f"{cell.way}, {cell.wire or 'float32'}", late]
         if cell.gpus:
-            return [name, str(cell.gpus), "", numbers_of(cell), late, "", ""]
+            return [name, "", numbers_of(cell), late, "", ""]
         return [name, numbers_of(cell), late, "", "", ""]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -419,7 +419,7 @@ def markdown(
             f"`drjax.jit`:\n\n{table(columns, models)}\n"
         )
     if gpus:
-        columns = ["program", "GPUs", "at a time", *columns[1:-1]]
+        columns = ["program", "at a time", *columns[1:-1]]
         text += (
             "\n## GPUs\n\n"
             "The small program on hosts with H100s, each a worker whose GPUs divide "

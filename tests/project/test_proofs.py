@@ -60,9 +60,15 @@ def test_the_readme_says_what_is_hidden():
     """All of float32, of few bits and of a divided model; nothing of steps."""
     shares, text = proofs.hidden(), (ROOT / "README.md").read_text()
     assert [*map(round, shares.values())] == [100, 100, 100, 100, 0]
-    assert "compiler for TPUs hides all bytes between slices" in text
+    assert "compilers for TPUs and GPUs hide all bytes between workers" in text
     exchanges = [line for line in proofs.lines(proofs.OVERLAP, 6) if "round" in line[0]]
     assert exchanges and {line[4] for line in exchanges} == {"100%"}
+    on_gpus = proofs.lines(proofs.OVERLAP, 6, "## GPUs")
+    shares = {(x[0].split(", ")[1], x[1], x[5]) for x in on_gpus if "round" in x[0]}
+    of_one, of_four = "2 workers of 1", "2 workers of 4"
+    assert shares == {
+        (of_one, "default", "100%"), (of_four, "default", "0%"), (of_four, "4", "100%"),
+    }  # fmt: skip
 
 
 def test_the_figure_of_a_schedule_is_that_of_the_table():
