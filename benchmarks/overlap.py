@@ -146,7 +146,6 @@ def first_state() -> Any:
     return {"params": params, "opt": INNER.init(params)}
 
 
-WORKERS_AND_MODEL = "workers", "model"
 TOGETHER = "xla_gpu_experimental_parallel_collective_overlap_limit"
 JITS = {"jax.jit": jax.jit, "drjax.jit": drjax.jit}
 WAYS = {"a round a call": a_round_a_call, "a step a call": a_step_a_call}
@@ -162,24 +161,23 @@ def mesh_of(slices: int, axis: str, topology: str = "v5e:2x2") -> jax.sharding.M
 def hosts(count: int, gpus: int) -> jax.sharding.Mesh:
     """A worker for each host, of so many H100s, which divide each layer."""
     of = config.Machine(platform="cuda", topology=f"1x{count}x{gpus}")
-    return jax.sharding.Mesh(machine.devices(of).reshape(count, -1), WORKERS_AND_MODEL)
+    axes = "workers", "model"
+    return jax.sharding.Mesh(machine.devices(of).reshape(count, -1), axes)
 
 
 def compiled(
     way: str,
-    slices: int,
+    mesh: jax.sharding.Mesh,
     wire: str | None,
     jit: Callable,
-    axis: str = "model",
-    mesh: jax.sharding.Mesh | None = None,
     **options: Any,
 ) -> jax.stages.Compiled:
-    """Compile one of the programs, whose chips in a slice divide layers, or data."""
+    """Compile one of the programs; chips of a worker divide layers, or data."""
+    (workers, axis), slices = mesh.axis_names, mesh.devices.shape[0]
     fn, args = WAYS[way](slices, wire)
-    mesh = mesh_of(slices, axis) if mesh is None else mesh
 
     def spec(x: jax.ShapeDtypeStruct) -> P:
-        lead = ["workers"] * (x.ndim > 0 and x.shape[0] == slices)
+        lead = [workers] * (x.ndim > 0 and x.shape[0] == slices)
         free: list[str | None] = [None] * (x.ndim - len(lead))
         if axis == "model" and x.shape[-2:] == (SIZE, SIZE):
             free[-1] = axis
@@ -279,15 +277,6 @@ def schedule(compiled: jax.stages.Compiled) -> str:
     return ", ".join(x for x, before in pairs if x != before)
 
 
-def line(name: str, numbers: str, report: Report) -> list[str]:
-    """A line of a table."""
-    every, hidden = between_slices(report)
-    share, gbits = hidden.bytes / every.bytes, needed(report)
-    counts = [f"{every.count}", f"{every.bytes:,}", f"{share:.0%}"]
-    link = "waits" if gbits is None else f"{gbits:,.2f}"
-    return [name, numbers, *counts, link]
-
-
 def small_cells(slices: tuple[int, ...] = (2, 8)) -> list[Cell]:
     """The small programs."""
     return [
@@ -308,37 +297,50 @@ def numbers_of(cell: Cell) -> str:
     return config.load(CONFIGS / MODELS[cell.way][0]).model.param_dtype
 
 
+def title(cell: Cell) -> list[str]:
+    """What a line of a table begins with."""
+    numbers = numbers_of(cell)
+    if cell.ordered:
+        return [f"{cell.way}, {numbers}"]
+    if cell.gpus:
+        name = f"{cell.way}, {cell.slices} workers of {cell.gpus}, {cell.jit}"
+        return [name, str(cell.together or "default"), numbers]
+    name = f"{cell.way}, {cell.slices} slices"
+    if cell.way in WAYS:
+        name += f", {cell.axis}, {cell.jit}"
+    return [name, numbers]
+
+
 def cell_line(cell: Cell, show: bool = False) -> list[str]:
     """Compile one program: its line in a table."""
     jit = JITS[cell.jit]
-    if cell.gpus:
-        return gpu_line(cell)
     if cell.way in MODELS:
         report = compiled_model(cell.way, cell.slices, cell.wire, jit)
-        name = f"{cell.way}, {cell.slices} slices"
     else:
-        program = compiled(cell.way, cell.slices, cell.wire, jit, cell.axis)
+        slices, gpus = cell.slices, cell.gpus
+        mesh = hosts(slices, gpus) if gpus else mesh_of(slices, cell.axis)
+        options: dict[str, Any] = {TOGETHER: cell.together} if cell.together else {}
+        program = compiled(cell.way, mesh, cell.wire, jit, **options)
         if cell.ordered:
-            return [f"{cell.way}, {cell.wire or 'float32'}", schedule(program)]
-        report = Report.of(program, mesh_of(cell.slices, cell.axis))
-        name = f"{cell.way}, {cell.slices} slices, {cell.axis}, {cell.jit}"
+            return [*title(cell), schedule(program)]
+        report = Report.of(program, mesh)
     if show:
         print(*cell, report, sep="\n", file=sys.stderr)
-    return line(name, numbers_of(cell), report)
+    return [*title(cell), *measured(report, bool(cell.gpus))]
 
 
-def gpu_line(cell: Cell) -> list[str]:
-    """Compile one program for hosts with H100s: its line in their table."""
-    mesh = hosts(cell.slices, cell.gpus)
-    options: dict[str, Any] = {TOGETHER: cell.together} if cell.together else {}
-    jit = JITS[cell.jit]
-    program = compiled(cell.way, cell.slices, cell.wire, jit, mesh=mesh, **options)
-    between = lambda c: c.axes is not None and "workers" in c.axes
-    every, hidden = between_slices(Report.of(program, mesh), between)
-    name = f"{cell.way}, {cell.slices} workers of {cell.gpus}, {cell.jit}"
-    at_a_time = str(cell.together or "default")
+def measured(report: Report, of_hosts: bool) -> list[str]:
+    """What a line of a table ends with; of hosts with GPUs without a bandwidth."""
+    if of_hosts:
+        between = lambda c: c.axes is not None and "workers" in c.axes
+        every, hidden = between_slices(report, between)
+    else:
+        every, hidden = between_slices(report)
     counts = [f"{every.count}", f"{every.bytes:,}", f"{hidden.bytes / every.bytes:.0%}"]
-    return [name, at_a_time, cell.wire or "float32", *counts]
+    if of_hosts:
+        return counts
+    gbits = needed(report)
+    return [*counts, "waits" if gbits is None else f"{gbits:,.2f}"]
 
 
 def gpu_cells() -> list[Cell]:
@@ -377,14 +379,8 @@ def _in_a_process(cell: Cell, limit: float, show: bool) -> list[str]:
             command, timeout=limit, stdout=subprocess.PIPE, text=True, check=True
         )
     except subprocess.TimeoutExpired:
-        name = f"{cell.way}, {cell.slices} slices"
-        late = f"not compiled in {limit:.0f} s"
-        name += f", {cell.axis}, {cell.jit}" * (cell.way in WAYS)
-        if cell.ordered:
-            return [f"{cell.way}, {cell.wire or 'float32'}", late]
-        if cell.gpus:
-            return [name, "", numbers_of(cell), late, "", ""]
-        return [name, numbers_of(cell), late, "", "", ""]
+        late = [*title(cell), f"not compiled in {limit:.0f} s"]
+        return late if cell.ordered else [*late, *[""] * (6 - len(late))]
     return json.loads(done.stdout.splitlines()[-1])
 
 
