@@ -175,12 +175,11 @@ class Worker:
             for x in message.sources
         ]
         # The task came without its slices, which may be views of the shared store.
-        task.block.slices.extend(slices)
-        failed: dict[int, str] = {}
+        block, failed = task.block.with_slices(slices), dict[int, str]()
         if message.inputs is not None:
             lazy: Any = arguments[message.inputs.argument]
-            block, failed = read_by_workers.read(task.block, lazy)
-            task = task.with_block(block)
+            block, failed = read_by_workers.read(block, lazy)
+        task = task.with_block(block)
         if task.block.empty:
             result = BlockResult([], [], {}, os.getpid())
         else:
