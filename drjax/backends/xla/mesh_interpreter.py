@@ -154,10 +154,11 @@ class MeshInterpreter(PlanInterpreter):
         self._replaced = uses.replaced(plan, lasting)
         # The work of rounds that repeat, by what it is made of: traced once.
         self._known_work: dict[Hashable, Callable[..., list[Array]]]
-        self._last_work: tuple[Value, ...] = ()
+        # What the groups have returned last.
+        self._last_work: tuple[Value, ...]
 
     def __call__(self, inputs: Iterable[Slices]) -> list[Array]:
-        self._known_work = {}  # of this trace
+        self._known_work, self._last_work = {}, ()  # of this trace
         return super().__call__(
             x if isinstance(x, Stacked) else jnp.asarray(x) for x in inputs
         )
