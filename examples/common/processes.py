@@ -45,6 +45,9 @@ class _Process:
     def kill(self) -> None:
         with suppress(ProcessLookupError, BrokenProcessPool):
             os.kill(self._pid.result(), signal.SIGKILL)
+
+    def close(self) -> None:
+        self.kill()
         self.executor.shutdown(wait=False)
 
 
@@ -108,7 +111,7 @@ class Processes:
 
     def close(self) -> None:
         for one in self.processes:
-            one.kill()
+            one.close()
         self.processes = []
 
     def _finished(self, handle: Any) -> "_Process | None":
@@ -121,5 +124,5 @@ class Processes:
     def _replace(self, one: "_Process | None") -> None:
         """The tasks of the old one fail, and are lost when their results are asked."""
         if one in self.processes:
-            one.kill()
+            one.close()
             self.processes[self.processes.index(one)] = _Process()
