@@ -160,7 +160,7 @@ def mesh_of(slices: int, axis: str, topology: str = "v5e:2x2") -> jax.sharding.M
 
 def hosts(count: int, gpus: int) -> jax.sharding.Mesh:
     """A worker for each host, of so many H100s, which divide each layer."""
-    of = config.Machine(platform="cuda", topology=f"1x{count}x{gpus}")
+    of = config.Machine(platform="cuda", topology=f"{count}x1x{gpus}")
     axes = "workers", "model"
     return jax.sharding.Mesh(machine.devices(of).reshape(count, -1), axes)
 
@@ -231,11 +231,9 @@ def compiled_model(name: str, slices: int, wire: str | None, jit: Callable) -> R
         return Report.of(lowered.compile(), mesh)
 
 
-def between_slices(
-    report: Report, between: Callable[[Collective], bool] = lambda c: c.between_slices
-) -> tuple[Total, Total]:
+def between_slices(report: Report) -> tuple[Total, Total]:
     """All that is sent between slices, and what of it is hidden."""
-    sent = [c for c in report.collectives if between(c)]
+    sent = [c for c in report.collectives if c.between_slices]
     every = totals(sent, lambda c: True)[True]
     hidden = totals([c for c in sent if c.hidden], lambda c: True)
     return every, hidden.get(True, Total(0, 0, 0, 0))
@@ -331,11 +329,7 @@ def cell_line(cell: Cell, show: bool = False) -> list[str]:
 
 def measured(report: Report, of_hosts: bool) -> list[str]:
     """What a line of a table ends with; of hosts with GPUs without a bandwidth."""
-    if of_hosts:
-        between = lambda c: c.axes is not None and "workers" in c.axes
-        every, hidden = between_slices(report, between)
-    else:
-        every, hidden = between_slices(report)
+    every, hidden = between_slices(report)
     counts = [f"{every.count}", f"{every.bytes:,}", f"{hidden.bytes / every.bytes:.0%}"]
     if of_hosts:
         return counts

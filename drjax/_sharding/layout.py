@@ -24,8 +24,9 @@ Sharp edges:
 
 import functools
 import logging
+import operator
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypedDict
+from typing import TypeAlias, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -77,17 +78,16 @@ def axis_sizes(mesh: Mesh | AbstractMesh | None, shardings: PyTree) -> dict[str,
 def slices_of_devices(
     mesh: Mesh | AbstractMesh | None, shardings: PyTree
 ) -> tuple[int, ...]:
-    """Return the TPU slice of each device of a compiled function's mesh, major first.
+    """Return the slice of each device of a compiled function's mesh, major first.
 
-    () if no mesh with devices is known, or these are not in slices.
+    () if no mesh with devices is known, or these know of no slices.
     """
     shape = axis_sizes(mesh, shardings)
     named = [x.mesh for x in jax.tree.leaves(shardings) if isinstance(x, NamedSharding)]
     for each in (mesh, *named):
         if isinstance(each, Mesh) and dict(each.shape) == shape:
-            devices = [*each.devices.flat]
-            known = all(hasattr(x, "slice_index") for x in devices)
-            return tuple(x.slice_index for x in devices) if known else ()
+            known = all(hasattr(x, "slice_index") for x in each.devices.flat)
+            return tuple(_slices_of(each.devices).flat) if known else ()
     return ()
 
 
@@ -95,10 +95,9 @@ def slices_of_devices(
 def axes_inside_slices(mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, ...]:
     """Return the mesh axes inside slices if `axes` go from slice to slice, else ().
 
-    A slice is a set of devices with a fast network: a TPU slice, or the devices of one
-    process if these know of no slices.
+    A slice is a set of devices with a fast network; see `_slices_of`.
     """
-    slices = np.vectorize(_slice_of, otypes=[object])(mesh.devices)
+    slices = _slices_of(mesh.devices)
     between = {
         axis
         for i, axis in enumerate(mesh.axis_names)
@@ -109,9 +108,19 @@ def axes_inside_slices(mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(axis for axis in mesh.axis_names if axis not in between.union(axes))
 
 
-def _slice_of(device: Any) -> Any:
-    """Return what is equal for the devices of a slice."""
-    return getattr(device, "slice_index", device.process_index)
+def _slices_of(devices: np.ndarray) -> np.ndarray:
+    """Return what is equal for the devices of a slice.
+
+    That is a TPU slice, or the devices of one process if these know of no slices. GPUs
+    know of their host; but if all are in one slice, as to divide what all would send
+    pays there, too, those of one process are taken for one.
+    """
+    known = {getattr(x, "slice_index", None) for x in devices.flat}
+    of_processes = None in known
+    if len(known) == 1 and devices.flat[0].platform == "gpu":
+        of_processes = True
+    index = operator.attrgetter("process_index" if of_processes else "slice_index")
+    return np.vectorize(index, otypes=[object])(devices)
 
 
 def _check_is_mesh(mesh: object) -> None:

@@ -76,7 +76,8 @@ class Collective:
       name: Its name in the HLO text.
       op_name: The JAX operation that it is from, such as `jit(step)/while/body/psum`;
         empty if the compiler does not say.
-      between_slices: Whether it is between TPU slices, over the data center's network.
+      between_slices: Whether it is over the data center's network: between TPU slices,
+        or between hosts with GPUs, those of other processes.
       asynchronous: Whether it has a start and a done, between which a device may do
         other work. False also if the compiler does not say in which order it runs.
       hidden_by: The loops that a device runs between its start and its done.
@@ -178,12 +179,13 @@ class Report:
         module = Module(text)
         shardings = (compiled.input_shardings, compiled.output_shardings)
         sizes = axis_sizes(mesh, shardings)
-        places = _places(module, slices_of_devices(mesh, shardings))
+        slice_of = slices_of_devices(mesh, shardings)
+        places = _places(module, slice_of)
         return cls(
             module.name.removeprefix("jit_"),
             sizes,
             places.size,
-            tuple(_read(module, sizes, places)),
+            tuple(_read(module, sizes, places, slice_of)),
             memory.argument_size_in_bytes,
             memory.output_size_in_bytes,
             memory.alias_size_in_bytes,
@@ -316,7 +318,7 @@ def read_hlo(
         collective, that is not known.
     """
     module = Module(text)
-    return tuple(_read(module, mesh or {}, _places(module, ())))
+    return tuple(_read(module, mesh or {}, _places(module, ()), ()))
 
 
 def totals(
@@ -380,10 +382,15 @@ def _places(module: Module, slice_of: Sequence[int]) -> np.ndarray:
 
 
 def _read(
-    module: Module, mesh: Mapping[str, int], places: np.ndarray
+    module: Module,
+    mesh: Mapping[str, int],
+    places: np.ndarray,
+    slice_of: Sequence[int],
 ) -> Iterator[Collective]:
     """Yield the collectives of a parsed program; `places` are those of `_places`.
 
+    `slice_of` has the slice of each device of the mesh: TPU slices send to each other,
+    while GPUs of all hosts run one program, whose collectives join hosts.
     The start and the end of an asynchronous collective are one, and so are fusions that
     the compiler has marked as one chain.
     """
@@ -402,6 +409,9 @@ def _read(
         if on_mesh:
             positions = [places[index] for index in on_places]
             axes = axes_of(positions, kind in _PAIRWISE, mesh)
+            if len(slice_of) == places.size:
+                slices = np.asarray(slice_of)
+                between |= any(len({*slices[x].flat}) > 1 for x in positions)
         size = _whole_bytes(x, kind, members)
         under_way = schedule.under_way(links)
         loops = [y for y in under_way or () if y.opcode == "while"]

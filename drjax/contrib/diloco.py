@@ -17,7 +17,6 @@ arXiv 2501.18512, algorithm 2.
 """
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -43,7 +42,7 @@ from drjax._primitives.in_two_legs import (
     is_divided,
     received_after,
 )
-from drjax._primitives.wire_codes import LANES
+from drjax._primitives.shards_in_lanes import ravel_shards, unravel_shards
 from drjax._sharding.layout import find_mesh, host_sharding
 
 Getter = Callable[[PyTree], PyTree]
@@ -613,7 +612,7 @@ class Round:
         if self._in_two_legs(changed):
             wire = collective_options("reduce_mean", self.wire, None)["wire"]
             parts, chips = devices_in_context(self.partition), self._chips()
-            joined = partial(_joined, parts=parts, block=wire.block, axes=chips)
+            joined = partial(ravel_shards, parts=parts, block=wire.block, axes=chips)
             sent = reduce(
                 drjax.map_fn(joined, changed), wire=wire, result="sharded", **options
             )
@@ -624,7 +623,7 @@ class Round:
             sent = complete(sent, wire, self.partition)
             worker, done = advance(worker, half, last)
             (sent,) = late([sent], done)
-            mean = _parted(sent, old)
+            mean = unravel_shards(sent, old)
         else:
             mean = reduce(changed, wire=self.wire, **options)
             worker, done = advance(worker, last - self.delay, last)
@@ -741,93 +740,6 @@ def _copies(x: GlobalArray, k: int) -> PartitionedArray:
     if is_key(x):
         return jax.vmap(lambda i: jax.random.fold_in(x, i))(jnp.arange(k))
     return jnp.broadcast_to(x, (k, *x.shape))
-
-
-# The chips of a worker, along the other mesh axes, divide what is sent. To flatten what
-# they divide already would gather it. So each leaf is divided along its largest axis,
-# as is usual, and each chip joins its shards. The compiler for TPUs takes minutes to
-# flatten a shard. Where its last axis is a multiple of a register's 128 lanes, an array
-# of these lanes is the same memory.
-_ALIGNED = 2**15
-
-
-def _joined(tree: PyTree, parts: int, block: int, axes: Mapping[str, int]) -> Array:
-    """All numbers of a fragment, and zeros behind them: float32 `[parts, d, n, 128]`.
-
-    Each of d chips of a worker has whole blocks for each part.
-    """
-    leaves, chips = jax.tree.leaves(tree), math.prod(axes.values())
-    in_lanes, others = _by_lanes(leaves, chips)
-    by_chip = lambda i: _by_chip(leaves[i].astype("float32"), axes)
-    lanes = [by_chip(i).reshape(chips, -1, LANES) for i in in_lanes]
-    if others:
-        x = jnp.concatenate([by_chip(i).reshape(chips, -1) for i in others], axis=1)
-        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % LANES)))
-        lanes.append(x.reshape(chips, -1, LANES))
-    x = jnp.concatenate(lanes, axis=1)
-    unit = math.lcm(block, LANES)
-    while 2 * unit <= min(_ALIGNED, x.shape[1] * LANES // (64 * parts)):
-        unit *= 2
-    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % (parts * unit // LANES)), (0, 0)))
-    x = x.reshape(chips, parts, -1, LANES).swapaxes(0, 1)
-    return _on_chips(x, None, tuple(axes))
-
-
-def _parted(joined: Array, like: PyTree) -> PyTree:
-    """The tree of what `_joined` has joined."""
-    leaves, treedef = jax.tree.flatten(like)
-    chips, out = joined.shape[1], list(leaves)
-    x = joined.swapaxes(0, 1).reshape(chips, -1, LANES)
-    for unit, members in zip((LANES, 1), _by_lanes(leaves, chips), strict=True):
-        counts = [-(-leaves[i].size // (unit * chips)) for i in members]
-        *values, x = jnp.split(x, np.cumsum(counts), axis=1) if members else [x]
-        for i, value in zip(members, values, strict=True):
-            out[i] = _of_chips(value, leaves[i])
-        x = x.reshape(chips, -1)
-    return treedef.unflatten(out)
-
-
-def _by_lanes(leaves: list[Array], chips: int) -> tuple[list[int], list[int]]:
-    """The leaves whose shards have whole registers on their last axis; and others."""
-    lanes, others = [], []
-    for i, x in enumerate(leaves):
-        axis = _divided_axis(x.shape, chips)
-        last = x.shape[-1] // (chips if axis == x.ndim - 1 else 1) if x.ndim else 1
-        (others if axis is None or last % LANES else lanes).append(i)
-    return lanes, others
-
-
-def _on_chips(x: Array, *spec: Any) -> Array:
-    """The same, which chips divide along one axis, if there are several."""
-    return jax.lax.with_sharding_constraint(x, jax.P(*spec)) if spec[-1] else x
-
-
-def _divided_axis(shape: tuple[int, ...], chips: int) -> int | None:
-    """The largest axis that chips divide evenly, of several the first."""
-    fits = [i for i, size in enumerate(shape) if size and size % chips == 0]
-    return max(fits, key=lambda i: shape[i], default=None)
-
-
-def _by_chip(x: Array, axes: Mapping[str, int]) -> Array:
-    """The shard of each chip, `[d, *s]`."""
-    chips = math.prod(axes.values())
-    axis = _divided_axis(x.shape, chips)
-    if axis is None:
-        return jnp.pad(x.ravel(), (0, -x.size % chips)).reshape(chips, -1)
-    before, after = x.shape[:axis], x.shape[axis + 1 :]
-    x = x.reshape(*before, chips, x.shape[axis] // chips, *after)
-    return _on_chips(jnp.moveaxis(x, axis, 0), tuple(axes))
-
-
-def _of_chips(x: Array, like: Array) -> Array:
-    """The leaf that `_by_chip` has divided, from all numbers of each shard in order."""
-    chips = len(x)
-    axis = _divided_axis(like.shape, chips)
-    if axis is None:
-        return x.ravel()[: like.size].reshape(like.shape).astype(like.dtype)
-    before, after = like.shape[:axis], like.shape[axis + 1 :]
-    x = x.reshape(chips, *before, like.shape[axis] // chips, *after)
-    return jnp.moveaxis(x, 0, axis).reshape(like.shape).astype(like.dtype)
 
 
 def _is_finite(alive: Array, changed: PyTree) -> Array:

@@ -51,6 +51,17 @@ def test_collectives_of_a_program():
     assert report.output_bytes == 48 + 16  # and the addresses of two results
 
 
+def test_hosts_that_run_one_program_are_slices(monkeypatch):
+    """As hosts with GPUs do; TPU slices send to each other."""
+    of_hosts = lambda mesh, shardings: (0,) * 4 + (1,) * 4
+    monkeypatch.setattr("drjax.compiled.report.slices_of_devices", of_hosts)
+    for axis, between in ("hosts", True), ("gpus", False):
+        total = drjax.program(placements={axis: 8})(drjax.reduce_sum)
+        with jax.set_mesh(make_mesh({"hosts": 2, "gpus": 4})):
+            (sum_,) = drjax.collectives(total)(np.ones((8, 6))).collectives
+        assert (sum_.axes, sum_.between_slices) == ((axis,), between)
+
+
 def test_what_it_prints():
     with jax.set_mesh(make_mesh({"clients": 4, "model": 2})):
         report = drjax.collectives(rounds)(*ARGS)

@@ -5,6 +5,7 @@ import functools
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import AxisType
 
@@ -36,7 +37,8 @@ def in_slices(size: int):
     """So many consecutive devices are a TPU slice, and no value is too small."""
     forget = layout.axes_inside_slices.cache_clear, jax.clear_caches
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "_slice_of", lambda device: device.id // size)
+        number = np.vectorize(lambda device: device.id // size)
+        patch.setattr(layout, "_slices_of", number)
         patch.setattr(between_slices, "SMALL", 1)
         for each in forget:
             each()

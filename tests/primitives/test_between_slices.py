@@ -79,11 +79,14 @@ def test_shardings_around_a_sum_are_as_without_slices():
 
 
 def test_slices_of_processes():
-    """Devices that know of no slices are in that of their process."""
+    """Devices that know of no slices are in that of their process.
+
+    So are GPUs that are all in one slice, as those of compilers without devices say.
+    """
 
     class Device:
-        def __init__(self, process_index, slice_index=None):
-            self.process_index = process_index
+        def __init__(self, process_index, slice_index=None, platform="tpu"):
+            self.process_index, self.platform = process_index, platform
             if slice_index is not None:
                 self.slice_index = slice_index
 
@@ -96,6 +99,12 @@ def test_slices_of_processes():
     assert inside(hosts, ("a",)) == ("b",) and inside(hosts, ("b",)) == ()
     one_slice = mesh(*(Device(p, 0) for p in (0, 0, 1, 1)))
     assert inside(one_slice, ("a",)) == ()
+    gpus = mesh(*(Device(p, 0, "gpu") for p in (0, 0, 1, 1)))
+    assert inside(gpus, ("a",)) == ("b",) and inside(gpus, ("b",)) == ()
+    of_hosts = mesh(*(Device(i, i // 2, "gpu") for i in range(4)))
+    assert inside(of_hosts, ("a",)) == ("b",)
+    a_process_each = mesh(*(Device(i, 0, "gpu") for i in range(4)))
+    assert inside(a_process_each, ("a",)) == ()
 
 
 @pytest.mark.parametrize("jit", [jax.jit, drjax.jit])
