@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 import drjax
 from benchmarks.report import table, write
-from drjax.compiled import Collective, Report, Total, totals
+from drjax.compiled import Report, Total, totals
 from drjax.compiled.hlo import Module
 from drjax.contrib import diloco
 from examples.common.transformer import mean_loss

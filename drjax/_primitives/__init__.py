@@ -9,6 +9,7 @@ partial_reduction   a reduction over two levels of groups as one collective
 wire_codes          numbers as bytes of few bits, and back
 between_slices      collectives that the devices inside a TPU slice divide
 device_sums         sums over devices: whole, divided or encoded
+shards_in_lanes     all numbers of a tree as one array, of shards that devices keep
 in_two_legs         an exchange of two collectives, with work of the groups behind each
 collectives         broadcast, reduce_sum, reduce_mean, gather, scatter
 moves               take, put_add, permute: slices between groups
