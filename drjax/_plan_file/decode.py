@@ -211,8 +211,8 @@ class _PlanReader:
         if kind is PLANS:
             return tuple(map(self.plan, json_values.items(data)))
         if kind is WIRE:
-            dtype, block = json_values.items(data)
-            return Wire(json_values.text(dtype), json_values.count(block))
+            dtype, *numbers = json_values.items(data)
+            return Wire(json_values.text(dtype), *map(json_values.count, numbers))
         return json_values.plain(data)
 
 

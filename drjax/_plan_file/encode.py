@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from drjax._jaxprs.prng_keys import is_key, key_impl
+from drjax._plan.wire import Wire
 from drjax._plan_file.export_plan import origin_of
 from drjax._plan_file.exported_stage import exported_of
 from drjax._plan_file.pytrees import Structure, Tree, describe
@@ -236,7 +237,10 @@ class _Writer:
 _KINDS: dict[str, Callable[[Any, Names], Any]] = {
     VALUE: lambda value, names: names([value])[0],
     VALUES: lambda values, names: names(values),
-    WIRE: lambda wire, names: [wire.dtype, wire.block],
+    WIRE: lambda wire, names: [
+        *(wire.dtype, wire.block),
+        *[wire.collectives] * (wire.collectives != Wire.collectives),
+    ],
     PLAIN: lambda x, names: list(x) if isinstance(x, tuple) else x,
 }
 

@@ -6,7 +6,8 @@ their sums over the m devices, on all of them, or on each device its part.
     all-reduce      a psum, of values that need no other one
     reduce-scatter  a value whose result is sharded
     encoded         with `Wire`: the values of all devices are encoded, exchanged by an
-                    all-to-all, added in float32, encoded again, and all-gathered
+                    all-to-all, added in float32, encoded again, and all-gathered;
+                    or all-gathered at once, with `Wire.collectives` of 1
 
 An encoded sum of d numbers in blocks of b sends d codes and d / b scales twice. With
 s_i the sum of device i, max|s| over a block, and e the largest relative error of a
@@ -165,9 +166,10 @@ def add_devices(
 
     On several devices, all values that are neither encoded nor divided share one
     all-reduce. Values with equal `Wire`s, floats, are encoded together: they share one
-    all-to-all and one all-gather. Each other value that is divided has a
-    reduce-scatter. On one device nothing is encoded or divided; without mesh axes, the
-    values are returned as they are.
+    all-to-all and one all-gather; or if they are whole sums of a `Wire` of one
+    collective, an all-gather. Each other value that is divided has a reduce-scatter. On
+    one device nothing is encoded or divided; without mesh axes, the values are returned
+    as they are.
 
     `axes` has for each value `[*s]` the axis along which its sum is divided, so that
     this device gets an m-th of it; or None for the whole sum. A sum has the dtype of
@@ -178,16 +180,24 @@ def add_devices(
         return results
     plain: list[int] = []
     encoded: dict[Wire, list[int]] = {}
+    gathered: dict[Wire, list[int]] = {}
     scattered: dict[Any, list[int]] = {}
     for i, (wire, axis) in enumerate(zip(wires, axes, strict=True)):
         if layout.devices == 1 or (wire is None and axis is None):
             plain.append(i)
         elif wire is not None:
-            encoded.setdefault(wire, []).append(i)
+            at_once = wire.collectives == 1 and axis is None
+            (gathered if at_once else encoded).setdefault(wire, []).append(i)
         else:
             scattered.setdefault(xs[i].dtype, []).append(i)
     if plain:
         for i, y in zip(plain, psum(layout, *(xs[i] for i in plain)), strict=True):
+            results[i] = y
+    for wire, members in gathered.items():
+        add = functools.partial(_add_codes_of_shards, layout, wire)
+        whole = functools.partial(add, ())
+        sums = by_network(layout.axes, whole, add, [xs[i] for i in members])
+        for i, y in zip(members, sums, strict=True):
             results[i] = y
     for wire, members in (
         *encoded.items(),
@@ -245,6 +255,40 @@ def _add_encoded(
         _undivide(y, x, axis, m).astype(x.dtype)
         for y, x, axis in zip(sums, xs, axes, strict=True)
     ]
+
+
+def _add_codes(
+    layout: Layout, wire: Wire, inside: tuple[str, ...], *xs: Array
+) -> list[Array]:
+    """Sum floats by one all-gather of codes, which devices inside a slice divide."""
+    parts = [_divide(x, None, 1, wire) for x in xs]
+    joined = jnp.concatenate(parts, axis=1)
+
+    def add(x: Array) -> Array:
+        every = all_gather_bytes(layout.axes, encode(x.reshape(-1), wire))
+        return jnp.sum(in_lanes(decode(every, wire)), axis=0).reshape(x.shape)
+
+    if inside:
+        size = wire.block * count_of(inside)
+        joined = jnp.pad(joined, ((0, 0), (0, -joined.shape[1] % size)))
+        total = on_parts(inside, add, joined, 1, out=1)
+    else:
+        total = add(joined)
+    sizes = [part.shape[1] for part in parts]
+    sums = zip(_split(total[:, : sum(sizes)], sizes), xs, strict=True)
+    return [_undivide(y, x, None, 1).astype(x.dtype) for y, x in sums]
+
+
+def _add_codes_of_shards(
+    layout: Layout, wire: Wire, inside: tuple[str, ...], *xs: Array
+) -> Sequence[Array]:
+    """Run `_add_codes` on a device's own shards of what Explicit axes shard."""
+    whole = functools.partial(_add_codes, layout, wire, ())
+    if inside and layout.other_explicit_axes:
+        return divide(whole, inside, xs)
+    if inside:
+        return _add_codes(layout, wire, inside, *xs)
+    return on_own_shards(layout, lambda xs: whole(*xs), list(xs))
 
 
 def _add_parts(

@@ -35,6 +35,7 @@ from drjax._compat.types import Array, GlobalArray, PartitionedArray, PyTree, Py
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._extras import needed
 from drjax._partition import attached_levels, integer_of
+from drjax._plan.wire import Wire
 from drjax._primitives.between_slices import free_axes
 from drjax._primitives.in_two_legs import (
     complete,
@@ -407,8 +408,8 @@ class Round:
       fragments: The number P of fragments, which are synchronized one after another in
         a round; or `diloco.fragments(...)`.
       delay: Inner steps between sending and receiving a fragment (tau), at most H / P.
-        The two collectives of a `wire` have half of them each, so that both are hidden
-        from two steps on; with one step, that of the first collective is exposed.
+        The two collectives of a `wire` have half of them each; with one step there is
+        one collective, as with `drjax.plan.Wire(..., collectives=1)`.
       mixing: What a worker keeps of its own parameters when it receives (alpha).
       wire: The dtype that is sent, as for `drjax.reduce_sum`.
       params: Selects the parameters among the leaves of the train state. Default: the
@@ -594,7 +595,7 @@ class Round:
         """One fragment, from when it is sent until it is received, after step `last`.
 
         All communication of a round is here. The steps between depend on none of it.
-        Numbers in few bits take two collectives, each with half of these steps.
+        If numbers in few bits take two collectives, each has half of these steps.
         """
         theta, outer, worker, alive = run
         old = part.take(theta)
@@ -609,27 +610,27 @@ class Round:
             reduce = partial(drjax.reduce_weighted_mean, w=weights)
         on: Any = {"partition": self.partition, "mesh": find_mesh(self.partition)}
         late = partial(received_after, on=on)
-        if self._in_two_legs(changed):
-            wire = collective_options("reduce_mean", self.wire, None)["wire"]
-            parts, chips = devices_in_context(self.partition), self._chips()
-            joined = partial(ravel_shards, parts=parts, block=wire.block, axes=chips)
-            sent = reduce(
-                drjax.map_fn(joined, changed), wire=wire, result="sharded", **options
-            )
+        wire, begin = self._wire_of_shards(changed), last - self.delay
+        if wire is None:
+            sent = reduce(changed, wire=self.wire, **options)
+        else:
+            parts, result = devices_in_context(self.partition), "sharded"
+            if wire.collectives == 1:
+                parts, result = 1, None
+            layout = dict(parts=parts, block=wire.block, axes=self._chips())
+            raveled = drjax.map_fn(partial(ravel_shards, **layout), changed)
+            sent = reduce(raveled, wire=wire, result=result, **options)
+        if wire is not None and wire.collectives == 2:
             half = last - self.delay // 2
-            worker, done = advance(worker, last - self.delay, half)
+            worker, done = advance(worker, begin, half)
             (sent,) = late([sent], done, sharded=True)
             sent, worker = jax.lax.optimization_barrier((sent, worker))  # in plans, too
-            sent = complete(sent, wire, self.partition)
-            worker, done = advance(worker, half, last)
-            (sent,) = late([sent], done)
-            mean = unravel_shards(sent, old)
-        else:
-            mean = reduce(changed, wire=self.wire, **options)
-            worker, done = advance(worker, last - self.delay, last)
-            if self.delay:
-                means, treedef = jax.tree.flatten(mean)
-                mean = treedef.unflatten(late(means, done))
+            sent, begin = complete(sent, wire, self.partition), half
+        worker, done = advance(worker, begin, last)
+        if self.delay:
+            leaves, treedef = jax.tree.flatten(sent)
+            sent = treedef.unflatten(late(leaves, done))
+        mean = sent if wire is None else unravel_shards(sent, old)
         updates, after = self.outer.update(mean, outer[p], old)
         new = jax.tree.map(lambda x, u: (x + u).astype(x.dtype), old, updates)
         if alive is not None:
@@ -657,11 +658,16 @@ class Round:
         own = self.partition.mesh_axes
         return {x: size for x, size in free_axes().items() if x not in own}
 
-    def _in_two_legs(self, changed: PyTree) -> bool:
-        """Whether an exchange has two collectives, and a step to hide each of them."""
+    def _wire_of_shards(self, changed: PyTree) -> Wire | None:
+        """How shards are encoded behind the steps; None: leaves are sent as they are.
+
+        Of two collectives each needs a step to be hidden: with one step there is one.
+        """
         reals = [jnp.issubdtype(x.dtype, np.floating) for x in jax.tree.leaves(changed)]
-        long = self.wire is not None and self.delay > 1
-        return long and all(reals) and is_divided(self.partition)
+        if not (self.wire and self.delay and all(reals) and is_divided(self.partition)):
+            return None
+        wire = collective_options("reduce_mean", self.wire, None)["wire"]
+        return wire if self.delay > 1 else dataclasses.replace(wire, collectives=1)
 
     @property
     def _replaces(self) -> bool:

@@ -111,6 +111,20 @@ def test_every_exchange_is_hidden(slices, axis, wire, jit):
     assert all(x.hidden_flops for x in sent)
 
 
+@pytest.mark.parametrize("jit", JITS)
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("axis", ["model", "data"])
+@pytest.mark.parametrize("slices", [2, 4, 8])
+def test_one_step_hides_every_exchange(slices, axis, wire, jit):
+    """One collective for each fragment, also of numbers in few bits."""
+    sent = exchanges(2, 1, JITS[jit], slices, axis, wire=wire)
+    kind = "all-gather" if wire else "all-reduce"
+    assert {x.kind for x in sent} == {kind} and len(sent) >= 2
+    # The loops over layers, forward and backward, of the one step.
+    assert trip_counts(sent) == [[LAYERS, LAYERS]] * len(sent)
+    assert all(x.hidden_flops for x in sent)
+
+
 @pytest.mark.parametrize("wire", [None, "int8"])
 @pytest.mark.parametrize("jit", JITS)
 def test_fragments_of_scanned_layers_are_hidden(jit, wire):
@@ -132,14 +146,6 @@ def test_those_of_language_models_are_hidden(name, wire):
 
 class TestWrongOrder:
     """What is not hidden is reported as exposed."""
-
-    @pytest.mark.parametrize("axis", ["model", "data"])
-    def test_with_one_step_for_two_collectives(self, axis):
-        """As the layer documents: each needs a step of its own."""
-        sent = exchanges(2, 1, drjax.jit, axis=axis, wire="int8")
-        assert [(x.kind, x.hidden) for x in sent] == [
-            ("all-to-all", False), ("all-gather", True),
-        ] * 2  # fmt: skip
 
     def test_without_a_delay(self):
         assert not any(x.hidden for x in exchanges(2, 0, drjax.jit))

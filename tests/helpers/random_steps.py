@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from drjax.plan import Wire
 from tests.helpers.plain_blocks import blocks
 
 GLOBAL, SLICES = ("g0", "g1", "gn"), ("p0", "p1")
@@ -434,7 +435,7 @@ def diverged(x, g, h, j):
     return bounded(blocks.of_finite(fn, blocks.map_fn(jnp.sin, x), h, how) * g)
 
 
-@step("p1 g0 g1", "g1", variants=8)
+@step("p1 g0 g1", "g1", variants=9)
 def encoded(x, g, h, j):
     """Sums in few bits, of small integers: rounding the sums gives their values."""
 
@@ -456,6 +457,7 @@ def encoded(x, g, h, j):
         lambda: n * blocks.encoded_weighted_mean(x, ones, wire="bfloat16"),
         lambda: exchanged("int8"),
         lambda: exchanged("bfloat16"),
+        lambda: blocks.encoded_sum(x, wire=Wire("int8", collectives=1)),
     )
     return bounded(whole(works[j % len(works)]()) * g + h)
 

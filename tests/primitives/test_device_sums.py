@@ -39,6 +39,11 @@ OPTIONS = {
     "float8": ({"wire": "float8_e4m3fn"}, 1 / 14),
     "float4": ({"wire": Wire("float4_e2m1fn")}, 1 / 3),
     "sharded int8": ({"wire": "int8", "result": "sharded"}, 1 / 120),
+    "one collective": ({"wire": Wire("int8", 16, collectives=1)}, 1 / 120),
+    "one or sharded": (
+        {"wire": Wire("float8_e4m3fn", collectives=1), "result": "sharded"},
+        1 / 14,
+    ),
 }
 REDUCTIONS = {
     "sum": lambda x, **options: drjax.reduce_sum(x, **options),
@@ -169,6 +174,9 @@ def test_collectives(run):
         assert sizes(encoded) == dict.fromkeys(("all-to-all", "all-gather"), 8 * 2600)
         both = functools.partial(step, wire="int8", result="sharded")
         assert sizes(both) == {"all-to-all": 8 * 2600}
+        # 79 blocks of each device.
+        at_once = functools.partial(step, wire=Wire("int8", collectives=1))
+        assert sizes(at_once) == {"all-gather": 8 * 79 * 260}
 
 
 def test_leaves_share_one_message():
@@ -245,6 +253,13 @@ def test_the_rounding_error_is_bounded():
     bound = (blocks(x).sum(0) + blocks(y)) / 254
     error = np.abs(y - x.sum(0, dtype=np.float64)).reshape(-1, 256)
     assert np.all(error <= 1.001 * bound[:, None])
+    # In one collective what is summed is not rounded again.
+    wire = Wire("int8", collectives=1)
+    program = drjax.program(clients=n)(lambda x: drjax.reduce_sum(x, wire=wire))
+    with jax.set_mesh(make_mesh({"clients": 8})):
+        y = np.asarray(jax.jit(program)(x))
+    error = np.abs(y - x.sum(0, dtype=np.float64)).reshape(-1, 256)
+    assert np.all(error <= 1.001 * blocks(x).sum(0)[:, None] / 254)
 
 
 def test_error_feedback():
@@ -306,6 +321,21 @@ def test_plans(tmp_path):
         assert_near(others, [*want[1:]], 1e-6)
         with jax.set_mesh(make_mesh({"clients": 4})):
             assert_near(jax.jit(drjax.backends.xla.compile(each))(x), want, 1 / 120)
+
+
+def test_plan_files_have_the_number_of_collectives(tmp_path):
+    wire, path = Wire("int8", 64, collectives=1), tmp_path / "plan.drjax"
+    program = drjax.program(clients=8)(lambda x: drjax.reduce_mean(x, wire=wire))
+    x = np.random.RandomState(5).randn(8, 96).astype(np.float32)
+    plan = drjax.make_plan(program)(x)
+    assert "as int8/64 in one collective" in str(plan)
+    plan.save(path)
+    (reduce,) = drjax.load_plan(path).rounds[0].reduces
+    assert reduce.wire == wire
+    with jax.set_mesh(make_mesh({"clients": 4})):
+        run = jax.jit(drjax.backends.xla.compile(drjax.load_plan(path)))
+        assert drjax.collectives(run)(x).counts == {"all-gather": 1}
+        np.testing.assert_allclose(run(x), x.mean(0), atol=0.02)
 
 
 def test_batches_loops_and_checkpoints():
@@ -371,6 +401,13 @@ def test_a_sharding_constraint_on_the_server_is_obeyed():
 def test_errors(error, text, options):
     for reduce in (drjax.reduce_sum, drjax.reduce_mean):
         raises(error, text, three(functools.partial(reduce, **options)), X3)
+
+
+@pytest.mark.parametrize("collectives", [0, 3, True, 1.0, "1"])
+def test_numbers_of_collectives(collectives):
+    of = lambda count: Wire("int8", collectives=count)
+    raises(ValueError, "collectives=) needs 1 or 2, got", of, collectives)
+    assert of(np.int64(1)) == of(1) != of(2)
 
 
 def test_only_real_floats_are_encoded():

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import drjax
+from drjax.plan import Wire
 from tests.helpers.meshes import AUTO, EXPLICIT, in_slices, make_mesh
 from tests.helpers.plain_blocks import blocks, plainly
 
@@ -76,6 +77,9 @@ BLOCKS = {
     "sharded gather": lambda x: blocks.sharded_gather(x * x),
     "bfloat16": lambda x: blocks.encoded_mean(x * x, wire="bfloat16"),
     "int8": lambda x: blocks.encoded_mean(x * x, wire="int8"),
+    "one collective": lambda x: blocks.encoded_mean(
+        x, wire=Wire("int8", collectives=1)
+    ),
     "float8": lambda x: blocks.encoded_weighted_mean(x, W, wire="float8_e4m3fn"),
     "float4": lambda x: blocks.encoded_mean(x, wire="float4_e2m1fn"),
     "scan": lambda x: jax.lax.scan(
@@ -86,6 +90,7 @@ BLOCKS = {
     )[0],
 }
 TOLERANCES = {"bfloat16": 2e-2, "int8": 5e-2, "float8": 0.2, "float4": 0.4}
+TOLERANCES["one collective"] = TOLERANCES["int8"]
 
 
 def weights_of(y):
