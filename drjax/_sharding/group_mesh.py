@@ -2,7 +2,8 @@
 
 Input: the mesh of `make_plan(group_mesh=)`, or one that mapped functions close over.
 Output: the context in which a program is traced for it; and in a worker, the same mesh
-of its own devices. A plan has the names and sizes of the axes alone, a `MeshAxes`.
+of its own devices, or of those of all processes that work on a group together. A plan
+has the names and sizes of the axes alone, a `MeshAxes`.
 
 Invariants: all axes are Auto, but inside of the mapped functions of an Explicit mesh:
 types outside of mapped functions have no shardings, of which a plan has no record.
@@ -17,7 +18,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AbstractMesh, AxisType, Mesh, Sharding
 from jax.sharding import PartitionSpec as P
 
 from drjax import _compat
@@ -190,23 +193,69 @@ def lack_of_devices(axes: MeshAxes, devices: int, where: str, fix: str) -> str:
     )
 
 
+_spanning = False
+
+
+def span_processes() -> None:
+    """Let meshes of groups have devices of all of JAX's processes, from now on.
+
+    Each of them must then run the same groups in the same order.
+    """
+    global _spanning
+    _spanning = True
+
+
+def spans_processes() -> bool:
+    """Return whether other processes work on the same groups."""
+    return _spanning
+
+
+def devices_of_processes() -> list[list[Any]]:
+    """Return the devices for groups by process, of each process as many."""
+    if not _spanning:
+        return [jax.local_devices()]
+    processes = range(jax.process_count())
+    devices = [jax.local_devices(process_index=i) for i in processes]
+    return [x[: min(map(len, devices))] for x in devices]
+
+
 @functools.cache
 def local_mesh(axes: MeshAxes) -> Mesh:
-    """Make a mesh of the first devices of this process; `MeshError`: it has too few."""
-    devices = jax.local_devices()
+    """Make a mesh of the first devices of this process; `MeshError`: it has too few.
+
+    After `span_processes` each process has an equal part of it.
+    """
+    by_process = devices_of_processes()
     fix = (
         "Give it more (on CPUs, set JAX_NUM_CPU_DEVICES before JAX starts), or plan "
         "for a smaller group_mesh."
     )
-    if text := lack_of_devices(axes, len(devices), "this process", fix):
+    if text := lack_of_devices(axes, sum(map(len, by_process)), "this process", fix):
         raise MeshError(text)
+    of_each = devices_of(axes) // len(by_process)
+    devices = [x for own in by_process for x in own[:of_each]]
     names, sizes = zip(*axes, strict=True)
     kinds = (AxisType.Auto,) * len(names)
-    return jax.make_mesh(
-        sizes, names, axis_types=kinds, devices=devices[: devices_of(axes)]
-    )
+    return jax.make_mesh(sizes, names, axis_types=kinds, devices=devices)
 
 
 def in_local_mesh(axes: MeshAxes) -> contextlib.AbstractContextManager[Any]:
     """Make the context for work of a group: `local_mesh`, or without axes, nothing."""
     return jax.set_mesh(local_mesh(axes)) if axes else contextlib.nullcontext()
+
+
+def put_whole(x: np.ndarray, sharding: Sharding) -> jax.Array:
+    """Put an array on a mesh of a group; each process has the whole array."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    # `device_put` would compare the arrays of all processes.
+    return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
+
+
+def read_whole(x: Any) -> np.ndarray:
+    """Read an array; other processes that have parts of it must do so, too."""
+    if isinstance(x, jax.Array) and not (
+        x.is_fully_addressable or x.is_fully_replicated
+    ):
+        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+    return np.asarray(x)

@@ -34,7 +34,12 @@ from drjax._plan.normal_form import rounds_of
 from drjax._plan_file.exported_stage import ExportedFunction, batched_of, exported_of
 from drjax._plan_file.load import plan_from_bytes
 from drjax._primitives.reduce_ops import REDUCE_OPS, Running, is_compensated
-from drjax._sharding.group_mesh import in_local_mesh
+from drjax._sharding.group_mesh import (
+    in_local_mesh,
+    put_whole,
+    read_whole,
+    spans_processes,
+)
 from drjax.engines.core.block_size import fitting_batch
 from drjax.engines.core.encoded_partials import encode_partials, fits, wire_of
 from drjax.engines.core.messages import (
@@ -110,6 +115,8 @@ class LoadedPlan:
                 outs = stage.run_block(block, shared, task.size, task.full)
                 error = None
             except Exception as caught:
+                if not stage.alone:
+                    raise
                 outs, error = None, caught
             if outs and not (task.check_nans and outs.has_nan(stage, block)):
                 break
@@ -209,6 +216,9 @@ class CompiledStage:
         reductions.
       states: How many outputs after these are leaves of folded states. The outputs
         after them are slices.
+      read: Copies an output to the host.
+      alone: Whether no other process works on the same groups. Others may go on when
+        this one fails, and would never come to where it tries the groups one by one.
       encoded: For each of `reduces` whether its partial reductions are encoded.
     """
 
@@ -218,6 +228,8 @@ class CompiledStage:
         sources = itertools.compress(reduces, self.encoded)
         self._encoded_sources = {reduce.source.name for reduce in sources}
         self._fitting: dict[tuple[int, int], int] = {}
+        self.read = read_whole if stage.mesh else np.asarray
+        self.alone = not (stage.mesh and spans_processes())
         self._alone = set[int]()  # for how many groups `batched` is compiled
 
     @functools.cached_property
@@ -313,13 +325,12 @@ class CompiledStage:
 
     def _placed(self, shared: list[np.ndarray]) -> list[Any]:
         """Put the global inputs on the device, or as the code needs them on a mesh."""
-        places: list[Any] = [None] * len(shared)
-        if self.stage.mesh:
-            inputs = self.stage.inputs
-            shardings = self._on_mesh.input_shardings[0][-len(inputs) :]
-            pairs = zip(inputs, shardings, strict=True)
-            places = [s for v, s in pairs if not v.partitioned]
-        return list(map(jax.device_put, shared, places))
+        if not self.stage.mesh:
+            return list(map(jax.device_put, shared))
+        inputs = self.stage.inputs
+        shardings = self._on_mesh.input_shardings[0][-len(inputs) :]
+        pairs = zip(inputs, shardings, strict=True)
+        return list(map(put_whole, shared, [s for v, s in pairs if not v.partitioned]))
 
     def run_block(
         self, block: Block, shared: list[np.ndarray], size: int, full: int = 0
@@ -358,13 +369,13 @@ class CompiledStage:
                 running, outs = self.next_batch(size, running, *args)
                 sums = [x.value for x in running]
             # On the host now, so that an error of the device is raised in this block.
-            outs = list(map(np.asarray, outs))
+            outs = list(map(self.read, outs))
             first.append(batch.group(0 if batch.full else int(np.argmax(batch.valid))))
             states.append(outs[: self.states])
             # Without the padding.
             parts.append((part, [y[: len(batch)] for y in outs[self.states :]]))
         return StageOutputs(
-            list(map(np.asarray, sums)),
+            list(map(self.read, sums)),
             np.array(first, np.int32),
             [np.stack(x) for x in zip(*states, strict=True)],
             _joined(parts, len(block)),
@@ -512,8 +523,10 @@ def _failures(
         args = stage.args_of_group(block, shared, int(i))
         group = int(block.groups[i])
         try:
-            outs = [np.asarray(y) for y in stage.per_group(*args)]
+            outs = list(map(stage.read, stage.per_group(*args)))
         except Exception as error:
+            if not stage.alone:
+                raise
             failures[group] = f"{type(error).__name__}: {error}"
             continue
         if check_nans and (names := stage.names_of_nans(outs)):

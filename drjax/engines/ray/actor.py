@@ -23,7 +23,14 @@ import jax
 import numpy as np
 
 from drjax.engines.core import combine, worker
-from drjax.engines.core.messages import BlockResult, File, Task, WorkerState
+from drjax.engines.core.blocks_of_groups import LoadedBlock
+from drjax.engines.core.messages import (
+    Block,
+    BlockResult,
+    File,
+    Task,
+    WorkerState,
+)
 from drjax.engines.core.saved_calls import read_slices, write_slices
 from drjax.engines.ray import read_by_workers
 from drjax.engines.ray.read_by_workers import UnreadPart
@@ -147,6 +154,24 @@ class Worker:
         It is pickled if it is small. If the stage fails, and no single group does, the
         exception is raised.
         """
+        result, task = self._result(data, arguments)
+        own: list[Any] = []
+        if task.stay:
+            # A block without results has no slices.
+            pairs = [*zip(result.slices, task.stay, strict=not result.slices == [])]
+            own.append(kept := [x for x, stays in pairs if stays])
+            saved = write_slices(task.save, kept) if task.save and kept else ""
+            rest = [x for x, stays in pairs if not stays]
+            result = replace(result, slices=rest, saved=saved)
+        if task.apart:
+            own.append(result.partials)
+            result = replace(result, partials=[None] * len(result.partials))
+        return (_pickled(result), *own) if own else _pickled(result)
+
+    def _result(
+        self, data: bytes, arguments: Sequence[Any]
+    ) -> tuple[BlockResult, Task]:
+        """Run the task of a message, and return it with its result."""
         message = Message.from_bytes(data)
         # Before the task, which may be skipped: later tasks only name the file.
         if message.file is not None:
@@ -178,7 +203,7 @@ class Worker:
         block, failed = task.block.with_slices(slices), dict[int, str]()
         if message.inputs is not None:
             lazy: Any = arguments[message.inputs.argument]
-            block, failed = read_by_workers.read(block, lazy)
+            block, failed = self._read(block, lazy)
         task = task.with_block(block)
         if task.block.empty:
             result = BlockResult([], [], {}, os.getpid())
@@ -186,18 +211,10 @@ class Worker:
             # The worker module keeps the compiled stages of a file, by its key.
             result = worker.run(self._files[message.name], task, read(message.shared))
         result.failed.update(failed)
-        own: list[Any] = []
-        if task.stay:
-            # A block without results has no slices.
-            pairs = [*zip(result.slices, task.stay, strict=not result.slices == [])]
-            own.append(kept := [x for x, stays in pairs if stays])
-            saved = write_slices(task.save, kept) if task.save and kept else ""
-            rest = [x for x, stays in pairs if not stays]
-            result = replace(result, slices=rest, saved=saved)
-        if task.apart:
-            own.append(result.partials)
-            result = replace(result, partials=[None] * len(result.partials))
-        return (_pickled(result), *own) if own else _pickled(result)
+        return result, task
+
+    def _read(self, block: Block, lazy: Sequence[Any]) -> LoadedBlock:
+        return read_by_workers.read(block, lazy)
 
     def add(self, ops: Sequence[str], *partials: Sequence[Any]) -> list[Any]:
         """Add up partial reductions of several blocks; see `combine.add`."""

@@ -33,7 +33,12 @@ import numpy as np
 
 from drjax._errors import DrjaxValueError, EngineError, MeshError
 from drjax._extras import needed
-from drjax._sharding.group_mesh import MeshAxes, devices_of, lack_of_devices
+from drjax._sharding.group_mesh import (
+    MeshAxes,
+    as_text,
+    devices_of,
+    lack_of_devices,
+)
 from drjax.engines.core import pool_scheduler
 from drjax.engines.core.driver import Runner
 from drjax.engines.core.messages import Block, BlockResult, Task, WorkerState
@@ -47,6 +52,7 @@ from drjax.engines.ray.actor import (
     without_slices,
 )
 from drjax.engines.ray.dataset_rows import DatasetRows, rows_of
+from drjax.engines.ray.gang import Gangs, MemberLost
 from drjax.engines.ray.metrics import Metrics
 from drjax.engines.ray.placement import Placement
 from drjax.engines.ray.process_exit import ListeningProcess
@@ -77,6 +83,7 @@ def compile(
     address: str | None = None,
     ray_options: dict[str, Any] | None = None,
     devices_per_group: int | None = None,
+    processes_per_group: int = 1,
     keep: dict[Any, Any] | None = None,
     **options: Any,
 ) -> Runner:
@@ -98,6 +105,8 @@ def compile(
       devices_per_group: How many devices each worker has for the mesh of a group: GPUs
         or TPUs if Ray's cluster has some, else virtual devices of the CPU. Default: as
         many as `plan.group_mesh` needs. See `Actors`.
+      processes_per_group: How many actors, on as many hosts if there is room, are one
+        worker: each has an equal part of the devices. See `Actors`.
       keep: Which partitioned results are arguments of the next call: a dict from
         results to arguments. `{1: 0}` means that element 1 of what the function returns
         is positional argument 0 of the next call, both counted from 0. The function
@@ -138,7 +147,16 @@ def compile(
             f"{devices_per_group}. Shard the work of a group over a mesh, and plan it "
             "by drjax.make_plan(..., group_mesh=)."
         )
-    actors = Actors(workers, address, ray_options, devices_per_group)
+    if processes_per_group != 1 and not plan.group_mesh:
+        checked_integer("processes_per_group", processes_per_group, 1)
+        raise DrjaxValueError(
+            f"{plan.name} runs each group on one device, got processes_per_group="
+            f"{processes_per_group}. Shard the work of a group over a mesh, and plan "
+            "it by drjax.make_plan(..., group_mesh=)."
+        )
+    actors = Actors(
+        workers, address, ray_options, devices_per_group, processes_per_group
+    )
     try:
         return Runner(plan, actors, checked, keep=keep)
     except BaseException:
@@ -294,6 +312,10 @@ class Actors(Keeping):
         so many virtual devices of the CPU; `ray_options` with `num_gpus` or `resources`
         are used as they are, and those with a `runtime_env` set the number of virtual
         devices themselves, by `JAX_NUM_CPU_DEVICES` in its `env_vars`.
+      processes_per_group: How many actors are one worker, connected by
+        `jax.distributed`: the mesh of a group is over the devices of all, of which each
+        has an equal part. They are in a placement group with the strategy `SPREAD`, and
+        `ray_options` are those of each of them.
 
     Attributes:
       workers: The number of actors, if none is away; `working` is how many work now.
@@ -303,7 +325,8 @@ class Actors(Keeping):
       observers: Of the events of calls: Ray's own metrics.
 
     Raises:
-      DrjaxValueError: `workers` is no integer from 1, nor two.
+      DrjaxValueError: `workers` is no integer from 1, nor two; or
+        `processes_per_group` does not divide `devices_per_group`.
     """
 
     def __init__(
@@ -312,6 +335,7 @@ class Actors(Keeping):
         address: str | None = None,
         ray_options: dict[str, Any] | None = None,
         devices_per_group: int = 1,
+        processes_per_group: int = 1,
     ):
         super().__init__()
         pair = workers if isinstance(workers, tuple) else (workers, workers)
@@ -323,9 +347,20 @@ class Actors(Keeping):
         self.workers = checked_integer("workers", pair[1], pair[0])
         self._failed_starts = 0
         self.devices = checked_integer("devices_per_group", devices_per_group, 1)
+        self.processes = checked_integer("processes_per_group", processes_per_group, 1)
+        if self.devices % self.processes:
+            raise DrjaxValueError(
+                f"devices_per_group must be a multiple of processes_per_group="
+                f"{processes_per_group}, got {devices_per_group}."
+            )
         self.generation, self.stays = 0, "kept"
         self.observers = [Metrics()]
         self._options: dict[str, Any] = ray_options or {}
+        if self.processes > 1 and "scheduling_strategy" in self._options:
+            raise DrjaxValueError(
+                "ray_options has a scheduling_strategy, and the processes of a worker "
+                "have a placement group of their own. Say by resources where they run."
+            )
         self._connection = _Connection(address, self._forget)
         self._ray = self._connection.module
         # By dataset of Ray Data its data in Ray's store. It is not of the actors: those
@@ -344,6 +379,7 @@ class Actors(Keeping):
         self.generation += 1
         self._placement = Placement()
         self._starting: dict[ObjectRef, ActorHandle] = {}  # by when they have started
+        self._gangs = Gangs(self._ray, self.processes, self._connection.wait)
         self._last_enough = time.monotonic()
         put = lambda slices: self._connection.live().put(slices)
         self._slices = ResidentSlices(put, self.read, limit)
@@ -370,7 +406,7 @@ class Actors(Keeping):
         if (self.working or self._starting) and ray.is_initialized():
             return
         self._connection.reset()
-        self._connection.open(self.workers)
+        self._connection.open(self.workers * self.processes)
         self._reset(_RESIDENT * self._connection.store_bytes)
         self._needed, self._failed_starts = self._least, 0
         for _ in range(self.workers):
@@ -393,11 +429,16 @@ class Actors(Keeping):
         variables = {"XLA_FLAGS": flags} if self.workers > 1 else {}
         devices: dict[str, Any] = {}
         if self.devices > 1 and not {"num_gpus", "resources"} & {*self._options}:
-            devices, virtual = _devices(self.devices, ray.cluster_resources())
+            count = self.devices // self.processes
+            devices, virtual = _devices(count, ray.cluster_resources())
             variables |= virtual
         # The user's options come last: they replace these, `runtime_env` included.
         environment = {"runtime_env": {"env_vars": variables}}
         options = {"num_cpus": 1, **environment, **devices, **self._options}
+        if self._gangs:
+            actor, started = self._gangs.start(options)
+            self._starting |= dict.fromkeys(started, actor)
+            return
         # A second thread in each actor, to answer `state` while `run` runs.
         kind = ray.remote(concurrency_groups={"asked": 1})(Worker)
         # No restarts by Ray: a new actor must be sent the plan file again, and Ray's
@@ -411,7 +452,7 @@ class Actors(Keeping):
         The result has references of both; with a `timeout` of 0, of all that are done.
         `EngineError`: there are too few workers, and none has joined for 120 seconds.
         """
-        watched = [*handles, *self._starting]
+        watched = [*handles, *self._starting, *self._gangs.running(handles)]
         done: list[ObjectRef] = []
         if watched:
             count = len(watched) if timeout == 0 else 1
@@ -419,6 +460,7 @@ class Actors(Keeping):
         for reference in done:
             if actor := self._starting.pop(reference, None):
                 self._join(actor, reference)
+        done += self._gangs.failed(done)
         now = time.monotonic()
         if self.working >= self._needed:
             self._last_enough = now
@@ -439,9 +481,14 @@ class Actors(Keeping):
 
     def _join(self, actor: ActorHandle, started: ObjectRef) -> None:
         """Add an actor to the workers, or start another if it was lost meanwhile."""
+        errors = self._ray.exceptions
+        refused = (errors.RayTaskError,) if self._gangs else ()  # they do not connect
         try:
             self._ray.get(started)
-        except self._ray.exceptions.RayActorError as error:
+        except (errors.RayActorError, *refused) as error:
+            rest = self._starting.items()
+            self._starting = {x: other for x, other in rest if other is not actor}
+            self._end(actor)
             self._failed_starts += 1
             if self._failed_starts > _FAILED_STARTS:
                 why = str(error).strip()
@@ -449,6 +496,8 @@ class Actors(Keeping):
                 raise EngineError(f"Workers on Ray do not start: {why}") from error
             self._start()
         else:
+            if actor in self._starting.values():
+                return  # not all members of a gang have started
             self._failed_starts = 0
             self._placement.workers.append(actor)
 
@@ -461,9 +510,13 @@ class Actors(Keeping):
         if actor not in self._placement.workers:
             return  # it was replaced already
         # What is taken for dead may live, and would keep what the next one needs.
-        self._ray.kill(actor)
+        self._end(actor)
         self._placement.remove(actor)
         self._start()
+
+    def _end(self, actor: ActorHandle) -> None:
+        self._ray.kill(actor)
+        self._gangs.end(actor)
 
     def as_groups(self, x: Any) -> Any:
         """Return a `ray.data.Dataset` as `Groups`, and others as they are."""
@@ -473,7 +526,7 @@ class Actors(Keeping):
         ray = self._connection.live()
         if x not in self._datasets:
             # Of this process's workers: others may end, or be moved.
-            taken = self._options.get("num_cpus", 1) * self.working
+            taken = self._options.get("num_cpus", 1) * self.working * self.processes
             cpus = ray.cluster_resources().get("CPU", 0) - taken
             self._datasets[x] = rows_of(x, cpus)
         return self._datasets[x]
@@ -482,6 +535,12 @@ class Actors(Keeping):
         fix = f"Pass devices_per_group={devices_of(axes)}."
         if text := lack_of_devices(axes, self.devices, "each worker", fix):
             raise MeshError(text)
+        if devices_of(axes) % self.processes:
+            raise MeshError(
+                f"The plan runs each group on a mesh of {as_text(axes)}, and "
+                f"{devices_of(axes)} devices are not the same number in each of "
+                f"{self.processes} processes. Pass another processes_per_group."
+            )
         self.open()
         asked = [_ask(actor.devices) for actor in self._placement.workers]
         for count, kind in self._connection.live().get(asked):
@@ -504,9 +563,9 @@ class Actors(Keeping):
         return states
 
     def close(self) -> None:
-        actors = [*self._placement.workers, *self._starting.values()]
+        actors = dict.fromkeys([*self._placement.workers, *self._starting.values()])
         for actor in actors if self._ray.is_initialized() else ():
-            self._ray.kill(actor)
+            self._end(actor)
         self._forget()
         self._connection.close()
 
@@ -652,8 +711,10 @@ class Actors(Keeping):
         )
         run, apart = actor.run, bool(task.stay) + task.apart
         run = run.options(num_returns=1 + apart) if apart else run
-        refs = run.remote(message.to_bytes(), *arguments)
+        data = message.to_bytes()
+        refs = run.remote(data, *arguments)
         handle, *own = refs if isinstance(refs, list) else [refs]
+        self._gangs.submitted(handle, actor, data, arguments)
         partials = own.pop() if task.apart else None
         self._own[handle] = own[0] if own else None, partials
         self._placement.submitted(handle, actor, task.number)
@@ -668,9 +729,9 @@ class Actors(Keeping):
     def result(self, handle: ObjectRef) -> BlockResult:
         actor, errors = self._placement.finished(handle), self._ray.exceptions
         try:
-            result = self.read(handle)
+            result = self._gangs.result(handle, self.read)
         # The worker is gone, not the group wrong: others may do the block.
-        except (errors.RayActorError, errors.OutOfMemoryError) as error:
+        except (errors.RayActorError, errors.OutOfMemoryError, MemberLost) as error:
             self._replace(actor)
             # The rest is Ray's own advice, many lines of it.
             why = f"a worker died: {str(error).strip().splitlines()[0]}"
@@ -679,6 +740,8 @@ class Actors(Keeping):
         except Exception:
             # Slices may have been lost on their way, so that the task has not begun.
             self._placement.unsure(actor)
+            if self._gangs:  # not all members may have come equally far
+                self._replace(actor)
             raise
         result = result_of(result)
         slices, partials = self._own.pop(handle)
@@ -689,13 +752,15 @@ class Actors(Keeping):
         return result
 
     def abandon(self, handle: ObjectRef) -> None:
+        self._gangs.forget(handle)
         self._replace(self._placement.finished(handle))
 
     def forget(self, handle: ObjectRef) -> None:
         # Not by ray.cancel: an actor may then wait for the place of the canceled task
         # in the order of its tasks forever, and is taken for dead.
         task = self._placement.abandon(handle)
-        if task is not None:  # and Ray has not ended
+        self._gangs.forget(handle)
+        if task is not None and not self._gangs:  # and Ray has not ended
             _ask(task.worker.skip, task.number)
 
 
