@@ -1,6 +1,6 @@
-"""Two processes with four devices each train as one process with eight devices.
+"""Two processes compute what one process with as many devices does.
 
-Covers: drjax._sharding.layout.
+Covers: drjax._sharding.layout, drjax._sharding.group_mesh.
 """
 
 import os
@@ -21,14 +21,16 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def train(processes: int, devices: int, folder: pathlib.Path) -> list[dict]:
-    """Run the worker in so many processes; returns what each of them saved."""
+def results_of(
+    module: str, processes: int, devices: int, folder: pathlib.Path
+) -> list[dict]:
+    """Run a module in so many processes; returns what each of them saved."""
     port = free_port()
     env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
     outputs = [folder / f"{processes}-{i}.npz" for i in range(processes)]
     workers = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.distributed_worker"]
+            [sys.executable, "-m", f"tests.helpers.{module}"]
             + [str(v) for v in (i, processes, port, devices, output)],
             cwd=ROOT,
             env=env,
@@ -54,10 +56,20 @@ def train(processes: int, devices: int, folder: pathlib.Path) -> list[dict]:
 
 @pytest.mark.slow
 def test_two_processes_train_as_one(tmp_path):
-    [one] = train(1, 8, tmp_path)
+    [one] = results_of("distributed_worker", 1, 8, tmp_path)
     assert one["losses"][-1] < one["losses"][0]
     assert one["total"] == 45.0
-    for result in train(2, 4, tmp_path):
+    for result in results_of("distributed_worker", 2, 4, tmp_path):
         assert result.keys() == one.keys()
         for name in one:
             np.testing.assert_allclose(result[name], one[name], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_two_processes_work_on_a_group(tmp_path):
+    """The bits are the same, and so is the group that is found to have failed."""
+    [one] = results_of("sharded_integers", 1, 4, tmp_path)
+    for result in results_of("sharded_integers", 2, 2, tmp_path):
+        assert result.keys() == one.keys()
+        for name in one:
+            np.testing.assert_array_equal(result[name], one[name])

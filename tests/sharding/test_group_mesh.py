@@ -164,6 +164,23 @@ def test_a_group_that_fails_is_dropped():
     assert [*run.report.dropped] == [1]
 
 
+@pytest.mark.parametrize("name", ["run_block", "per_group"])
+def test_what_is_raised_has_no_group_if_others_work_on_it(name, monkeypatch):
+    """Other processes, which do not raise it, would not try the groups one by one."""
+
+    def fail(*_):
+        raise OSError("of this process")
+
+    monkeypatch.setattr(worker, "spans_processes", lambda: True)
+    monkeypatch.setattr(worker.CompiledStage, name, fail)
+    twice = mean(lambda w, x: 2 * layer(w, x))  # no process has loaded it
+    options = {"on_error": "drop", "check_nans": True}
+    run, x = in_process.compile(twice, **options), np.full((3, 8), np.nan, np.float32)
+    text = "The groups' work failed in round 1 .*: OSError: of this process"
+    with pytest.raises(drjax.EngineError, match=text):
+        run(np.arange(8.0, dtype=np.float32), x)
+
+
 def test_what_a_process_lacks_is_said_when_a_plan_is_compiled():
     needs = auto((2, 8), ("fsdp", "model"))
     text = (

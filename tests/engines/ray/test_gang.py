@@ -11,12 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
-from jax.sharding import AbstractMesh, AxisType, reshard
-from jax.sharding import PartitionSpec as P
 
 import drjax
 from drjax.backends import Parquet, in_process, ray
@@ -26,13 +22,12 @@ from drjax.engines.ray.gang import Gangs, MemberLost, _resources
 from tests.engines.ray.conftest import MARKS
 from tests.helpers import tensor_parallel
 from tests.helpers.cases import some
-from tests.helpers.dying_driver import later
 from tests.helpers.raising import raises
 from tests.helpers.run_python import HANGS
+from tests.helpers.sharded_integers import N, integers, plan_of_integers
 
 pytestmark = MARKS
 
-N = 6
 LITTLE = {"num_cpus": 0.25}
 
 
@@ -51,43 +46,6 @@ def actors(gangs):
     while gangs._starting:
         gangs._watch([], 1.0)
     return gangs
-
-
-def constraint(how, w, *spec):
-    change = reshard if how == "explicit" else lax.with_sharding_constraint
-    return change(w, P(*spec))
-
-
-def plan_of_integers(how="auto"):
-    """A gradient, a maximum and slices, all of them integers: sums are exact."""
-
-    def loss(w, x):
-        up = constraint(how, w["up"], None, "model")
-        down = constraint(how, w["down"], "model", None)
-        place: Any = {"out_sharding": P()} if how == "explicit" else {}
-        return jnp.sum(jnp.einsum("bh,hd->bd", jnp.abs(x @ up), down, **place))
-
-    def local(w, state, x, steps):
-        x = x.at[0, 0].set(later(x[0, 0], steps))
-        value, grads = jax.value_and_grad(loss)(w, x)
-        return grads, value, state + value
-
-    @drjax.program(clients=N)
-    def train(w, state, x, steps):
-        shared = drjax.broadcast((w, steps))
-        grads, values, state = drjax.map_fn(local, (shared[0], state, x, shared[1]))
-        return drjax.reduce_sum(grads), drjax.reduce_max(values), state
-
-    kind = AxisType.Explicit if how == "explicit" else AxisType.Auto
-    mesh = AbstractMesh((4,), ("model",), axis_types=(kind,))
-    return drjax.make_plan(train, group_mesh=mesh)(*integers())
-
-
-def integers(steps=1):
-    rng = np.random.default_rng(0)
-    array = lambda *shape: rng.integers(-4, 5, shape).astype(np.float32)
-    w = {"up": array(8, 16), "down": array(16, 8)}
-    return w, array(N), array(N, 3, 8), np.int32(steps)
 
 
 def equal(results, others):
