@@ -60,6 +60,10 @@ def integers(steps=1):
     return w, array(N), array(N, 3, 8), np.int32(steps)
 
 
+def equal(results, others):
+    jax.tree.map(np.testing.assert_array_equal, results, others)
+
+
 def main(process: int, processes: int, port: int, devices: int, output: str):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)

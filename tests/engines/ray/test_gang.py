@@ -24,7 +24,7 @@ from tests.helpers import tensor_parallel
 from tests.helpers.cases import some
 from tests.helpers.raising import raises
 from tests.helpers.run_python import HANGS
-from tests.helpers.sharded_integers import N, integers, plan_of_integers
+from tests.helpers.sharded_integers import N, equal, integers, plan_of_integers
 
 pytestmark = MARKS
 
@@ -46,10 +46,6 @@ def actors(gangs):
     while gangs._starting:
         gangs._watch([], 1.0)
     return gangs
-
-
-def equal(results, others):
-    jax.tree.map(np.testing.assert_array_equal, results, others)
 
 
 def pids(actors):

@@ -1,6 +1,6 @@
 """Machines that come and go: nodes of a cluster that are lost, and that join.
 
-Covers: drjax.engines.ray.adapter.
+Covers: drjax.engines.ray.adapter, drjax.engines.ray.gang.
 """
 
 import importlib
@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 import drjax
-from drjax.backends import ray
+from drjax.backends import in_process, ray
 from drjax.backends.engine import events
 from drjax.engines.ray import adapter
 from tests.engines.ray.conftest import MARKS
 from tests.helpers.dying_driver import later
 from tests.helpers.raising import raises
 from tests.helpers.run_python import HANGS
+from tests.helpers.sharded_integers import equal, integers, plan_of_integers
 
 pytestmark = MARKS
 
@@ -129,6 +130,36 @@ def test_a_call_begins_with_the_least(cluster, plan):
         assert len(run.report.workers) == 2
         counts = [x.workers for x in seen if isinstance(x, events.WorkersChanged)]
         assert counts == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.grid
+def test_a_worker_on_two_nodes_loses_one(cluster):
+    """Its other process is ended, and it starts again when a node joins."""
+    plan, args = plan_of_integers(), integers(steps=3_000_000)
+    table = importlib.import_module("ray.util").placement_group_table
+    nodes, changes = [cluster.add_node(**NODE)], []
+
+    def observe(event):
+        if changes and isinstance(event, events.BlockDone):
+            changes.pop()()
+
+    def change():
+        cluster.remove_node(nodes.pop())
+        nodes.append(cluster.add_node(**NODE))
+
+    options = {"block_size": 1, "observers": [observe]}
+    with ray.compile(plan, workers=1, processes_per_group=2, **options) as run:
+        (group,) = table().values()
+        assert len({*group["bundles_to_node_id"].values()}) == 2
+        expected = in_process.compile(plan)(*args)
+        equal(run(*args), expected)
+        changes.append(change)
+        equal(run(*args), expected)
+        assert run.report.lost
+        equal(run(*args), expected)
+        assert not run.report.lost
+    assert {x["state"] for x in table().values()} == {"REMOVED"}
 
 
 @pytest.mark.parametrize("workers", [(0, 2), (3, 2), (1, 2, 3), ("1", 2)])
