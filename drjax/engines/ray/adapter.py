@@ -541,11 +541,12 @@ class Actors(Keeping):
                 f"{devices_of(axes)} devices are not the same number in each of "
                 f"{self.processes} processes. Pass another processes_per_group."
             )
+        of_each = devices_of(axes) // self.processes
         self.open()
         asked = [_ask(actor.devices) for actor in self._placement.workers]
         for count, kind in self._connection.live().get(asked):
             fix = (
-                f'Give it more: by ray_options, as {{"num_gpus": {devices_of(axes)}}}, '
+                f'Give it more: by ray_options, as {{"num_gpus": {of_each}}}, '
                 "with a JAX that uses GPUs; on CPUs by JAX_NUM_CPU_DEVICES in the "
                 "env_vars of its runtime_env."
             )

@@ -159,7 +159,10 @@ def test_what_processes_lack_is_said_when_a_plan_is_compiled(actors):
     text = "which needs 4 devices, and each worker has 2. Pass devices_per_group=4."
     raises(drjax.MeshError, text, ray.compile, plan, devices_per_group=2, **options)
     actor = {**LITTLE, "runtime_env": {"env_vars": few}}
-    text = "which needs 4 devices, and a worker on cpu has 2. Give it more"
+    text = (
+        "which needs 4 devices, and a worker on cpu has 2. Give it more: by "
+        'ray_options, as {"num_gpus": 2}, with a JAX that uses GPUs;'
+    )
     raises(drjax.MeshError, text, ray.compile, plan, ray_options=actor, **options)
     text = (
         "The plan runs each group on a mesh of model=4, and 4 devices are not the same "
