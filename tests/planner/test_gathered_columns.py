@@ -198,3 +198,20 @@ def test_forged_files(name, tmp_path):
 
     forge(path, members, change=change)
     raises(drjax.PlanFileError, "malformed manifest", drjax.load_plan, path)
+
+
+@pytest.mark.parametrize("jit", [jax.jit, drjax.jit])
+@pytest.mark.parametrize("shape", [(320,), (3, 40), (5, 7)])
+def test_a_gradient_sends_each_slice_there_and_back(jit, shape):
+    """The compiler sends its columns, not the operands of what computes them."""
+    n = 16
+    median = drjax.program(clients=n)(lambda x: drjax.reduce_columns(jnp.median, x))
+    gradient = jit(jax.grad(lambda x: median(x).sum()))
+    x = np.random.default_rng(0).normal(size=(n, *shape)).astype(np.float32)
+    with in_mesh(MESHES["two each"][1]()):
+        sent = drjax.collectives(gradient)(x).collectives
+        got = gradient(x)
+    if shape != (5, 7) or jit is jax.jit:  # coordinates that the devices divide
+        assert {c.kind for c in sent} == {"all-to-all"} and len(sent) == 2
+    want = jax.grad(lambda x: jnp.median(x, axis=0).sum())(x)
+    np.testing.assert_allclose(got, want, rtol=1e-6)

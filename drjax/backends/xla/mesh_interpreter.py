@@ -45,6 +45,7 @@ from drjax._primitives.moves import MOVES
 from drjax._sharding.eval_on_mesh import evaluate_on_mesh
 from drjax._sharding.execute import (
     as_operand,
+    divided_coordinates,
     shard_map_over_devices,
     undivided_if_uneven,
     with_shardings_of,
@@ -370,7 +371,14 @@ _LOOPS: Rules[list[Array]] = Rules("A loop on a mesh")
 
 @_LOOPS.rule(Columns)
 def _columns(loop: Columns, run: MeshInterpreter, inputs: list[Any]) -> list[Array]:
-    return run_columns(loop, inputs, evaluate_on_mesh)
+    outs, (body,) = run_columns(loop, inputs, evaluate_on_mesh), loop.bodies
+    if run.layout is None or run.layout.other_explicit_axes:
+        return outs
+    # The coordinates are along axis 1 of what has a value for each group, too.
+    return [
+        divided_coordinates(y, run.layout, body.size) if v.axis else y
+        for v, y in zip(body.outputs, outs, strict=True)
+    ]
 
 
 @_LOOPS.rule(Program)
