@@ -262,8 +262,7 @@ def _axis_to_divide(layout: Layout, aval: Aval, sharded: bool | str) -> int | No
     "auto" is as True if the mesh has no Explicit axis, else as False, since on Explicit
     axes the division would be part of the result's type.
     """
-    explicit = layout.spec_entry is not None or layout.other_explicit_axes
-    if not sharded or (sharded == "auto" and explicit):
+    if not sharded or (sharded == "auto" and layout.explicit):
         return None
     return scattered_axis(layout, aval.shape, inner_spec(aval, layout, 0))
 

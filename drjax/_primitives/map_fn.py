@@ -977,8 +977,7 @@ class _Contraction:
 def _contraction(layout: Layout, jaxpr: ClosedJaxpr) -> _Contraction | None:
     """Return the `_Contraction` of a map, if it has one that saves memory."""
     simple = not layout.manual and not _compat.check_vma() and not layout.uneven
-    explicit = layout.spec_entry is not None or layout.other_explicit_axes
-    if not simple or explicit or layout.per_device == 1:
+    if not simple or layout.explicit or layout.per_device == 1:
         return None
     if layout.partly_manual or lowers_by_vmap(layout, jaxpr):
         return None

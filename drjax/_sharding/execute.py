@@ -11,7 +11,6 @@ Invariants: operands are on the mesh of the layout, and padded to k * m slices; 
 are cut to n slices. Sharp edges: the function sees padding, and has to mask it.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -226,19 +225,16 @@ def undivided_if_uneven(x: GlobalArray, layout: Layout, axis: int) -> GlobalArra
 def divided_coordinates(x: GlobalArray, layout: Layout, count: int) -> GlobalArray:
     """Divide `[n, *s, *t]`, of `count` coordinates `s`, as the devices computed it.
 
-    They have gathered parts of the coordinates, along the first dimension that they
-    divide. If XLA were to choose, it might send operands of the last operation.
+    They have gathered parts of the coordinates, in their flat order. If XLA were to
+    choose, it might send operands of the last operation.
     """
-    if not layout.sharded or layout.spec_entry is not None:
+    if not layout.sharded or layout.explicit or count % layout.devices:
         return x
-    for axis, size in enumerate(x.shape[1:], 1):
-        if math.prod(x.shape[1 : axis + 1]) > count:
-            break
-        if size and size % layout.devices == 0:
-            spec: list[Any] = [P.UNCONSTRAINED] * x.ndim
-            spec[axis] = layout.axes
-            return lax.with_sharding_constraint(x, NamedSharding(layout.mesh, P(*spec)))
-    return x
+    assert layout.mesh is not None
+    flat = x.reshape(len(x), count, -1)
+    spec = P(P.UNCONSTRAINED, layout.axes, P.UNCONSTRAINED)
+    flat = lax.with_sharding_constraint(flat, NamedSharding(layout.mesh, spec))
+    return flat.reshape(x.shape)
 
 
 def shard_map(

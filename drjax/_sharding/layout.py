@@ -336,6 +336,11 @@ class Layout:
         return any(types[a] == AxisType.Explicit for a in types if a not in self.axes)
 
     @property
+    def explicit(self) -> bool:
+        """Whether any axis is Explicit, so that types say how values are divided."""
+        return self.spec_entry is not None or self.other_explicit_axes
+
+    @property
     def abstract_mesh(self) -> AbstractMesh:
         """The abstract mesh under which code for the whole partition is traced.
 

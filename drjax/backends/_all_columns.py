@@ -18,9 +18,27 @@ import jax.numpy as jnp
 from drjax import _compat
 from drjax._compat.types import Array, ClosedJaxpr, GlobalArray
 from drjax._jaxprs.eval_jaxpr import as_arrays
+from drjax._plan import uses
 from drjax._plan_file.batches import run_batch
 from drjax._sharding.planning_context import outside_meshes
-from drjax.plan import Columns
+from drjax.plan import Columns, Plan, Value
+
+
+def coordinate_axes(plan: Plan, value: Value) -> int:
+    """Return how many axes `s` a gathered `[n, *s, *t]` has that only columns read.
+
+    0 if anything else reads it.
+    """
+    axes = 0
+    for position, read in uses.reads(plan):
+        if read == value:
+            reader = plan.steps[position] if position < len(plan.steps) else None
+            if not isinstance(reader, Columns):
+                return 0
+            (body,) = reader.bodies
+            column = body.inputs[reader.inputs.index(value)]
+            axes = len(value.shape) - len(column.shape)
+    return axes
 
 
 def run_columns(

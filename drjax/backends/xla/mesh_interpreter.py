@@ -51,7 +51,7 @@ from drjax._sharding.execute import (
     with_shardings_of,
 )
 from drjax._sharding.layout import Layout, Placement, find_mesh, make_layout
-from drjax.backends._all_columns import run_columns
+from drjax.backends._all_columns import coordinate_axes, run_columns
 from drjax.backends._interpret_plan import RULES, Environment, PlanInterpreter
 from drjax.backends.xla.chunked_stage import (
     ChunkedStage,
@@ -260,7 +260,13 @@ class MeshInterpreter(PlanInterpreter):
         params = {"partition": layout.partition, "mesh": layout.mesh}
         if gather.sharded:
             params["sharded"] = gather.sharded
-        return gather_p.bind(env[gather.source], **params)
+        x = env[gather.source]
+        # In their flat order, coordinates may be divided that no axis of theirs is.
+        count = 0 if layout.explicit else coordinate_axes(self.plan, gather.result)
+        if count > 1:
+            flat = gather_p.bind(lax.collapse(x, 1, 1 + count), **params)
+            return lax.reshape(flat, x.shape)
+        return gather_p.bind(x, **params)
 
     def _reuse_accumulators(
         self,
@@ -372,7 +378,7 @@ _LOOPS: Rules[list[Array]] = Rules("A loop on a mesh")
 @_LOOPS.rule(Columns)
 def _columns(loop: Columns, run: MeshInterpreter, inputs: list[Any]) -> list[Array]:
     outs, (body,) = run_columns(loop, inputs, evaluate_on_mesh), loop.bodies
-    if run.layout is None or run.layout.other_explicit_axes:
+    if run.layout is None:
         return outs
     # The coordinates are along axis 1 of what has a value for each group, too.
     return [
