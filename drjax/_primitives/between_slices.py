@@ -44,6 +44,7 @@ from drjax._primitives import registration
 from drjax._sharding.execute import (
     full_of_type,
     on_explicit_shards,
+    types_of,
     vary,
     with_shardings_of,
 )
@@ -304,7 +305,7 @@ def after_arrival(fn: Collective, *xs: Array) -> list[Array]:
     """
 
     def in_branch(*xs: Array) -> list[Array]:
-        types = jax.eval_shape(lambda *xs: list(fn(*xs)), *xs)
+        types = types_of(lambda *xs: list(fn(*xs)), *xs)
         zeros = lambda *xs: [full_of_type(like, 0) for like in types]
         known_at_run_time = lax.optimization_barrier(jnp.int32(1)) > 0
         return lax.cond(known_at_run_time, lambda *xs: list(fn(*xs)), zeros, *xs)

@@ -29,6 +29,7 @@ from drjax._compat.types import (
     GlobalArray,
     PartitionedArray,
     PyTree,
+    PyTreeDef,
 )
 from drjax._jaxprs.prng_keys import on_raw
 from drjax._sharding.avals import inner_spec
@@ -302,13 +303,30 @@ def vary(x: Any, axes: Iterable[str]) -> Any:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
+def types_of(fn: Callable[..., PyTree], *args: Array) -> PyTree:
+    """Return the types of what a function returns, a tree, for `full_of_type`.
+
+    `jax.eval_shape` has shardings only where all mesh axes are Explicit.
+    """
+    trees: list[PyTreeDef] = []
+
+    def flat(*args: Array) -> list[Array]:
+        leaves, tree = jax.tree.flatten(fn(*args))
+        trees.append(tree)
+        return leaves
+
+    avals = [*map(_compat.typeof, args)]
+    types = _compat.trace_to_jaxpr(flat, avals, "types")[0].out_avals
+    return trees[0].unflatten(types)
+
+
 def full_of_type(like: Aval, fill: ArrayLike) -> Array:
     """Make an array of the type of `like`, with the number `fill` in each element.
 
-    It has the shape and dtype of `like`, a `jax.ShapeDtypeStruct` such as
-    `jax.eval_shape` returns, its sharding on Explicit axes, and varies over the Manual
-    mesh axes over which `like` varies, so that it can be the carry of a loop or the
-    result of a branch: JAX requires equal types of these.
+    It has the shape and dtype of `like`, such as `types_of` returns, its sharding on
+    Explicit axes, and varies over the Manual mesh axes over which `like` varies. So it
+    can be the carry of a loop or the result of a branch: JAX requires equal types of
+    these.
     """
     explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
     sharding = like.sharding if explicit else None

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from drjax._compat.types import Array, Flags, PyTree, Tree
-from drjax._sharding.execute import full_of_type
+from drjax._sharding.execute import full_of_type, types_of
 from drjax._sharding.layout import Layout
 
 
@@ -74,7 +74,7 @@ def unless_empty(
 
 
 def tree_zeros_like(types: PyTree) -> PyTree:
-    """Make a tree of zeros from a tree of types, such as `jax.eval_shape` returns.
+    """Make a tree of zeros from a tree of types, such as `types_of` returns.
 
     Each array varies over the Manual mesh axes over which its type varies, so that the
     arrays can be the results of a branch.
@@ -104,7 +104,7 @@ def for_real_groups(
     are n or more.
     """
     slots = indices.shape[0]
-    types = jax.eval_shape(run(slots), *operands)
+    types = types_of(run(slots), *operands)
     counts = sorted({slots, partial_count, 0}, reverse=True)
 
     def branch(count: int) -> Callable[..., list[Array]]:

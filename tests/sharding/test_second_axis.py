@@ -193,6 +193,31 @@ def test_devices_inside_a_slice_divide_the_slices(jit, block, what, kinds, spec)
         np.testing.assert_allclose(a / scale, b / scale, rtol=0, atol=tol)
 
 
+@pytest.mark.parametrize("kinds", AXES_INSIDE)
+def test_groups_one_at_a_time_in_rounds(kinds):
+    """What a loop over them carries is sharded as what they return."""
+
+    @drjax.program(clients=N)
+    def rounds(w, x):
+        def step(w, _):
+            y = drjax.map_fn(lambda w, x: jnp.tanh(w * x), (drjax.broadcast(w), x))
+            return w + drjax.reduce_mean(y), drjax.reduce_max(y)
+
+        w, largest = jax.lax.scan(step, w, None, 3)
+        return jnp.sum(w * w) + jnp.sum(largest)
+
+    both, w = jax.value_and_grad(rounds), np.ones((4, 6), np.float32)
+    mesh = make_mesh({"clients": 2, "data": 2, "model": 2}, AXES_INSIDE[kinds])
+    with jax.set_mesh(mesh):
+        args = [
+            jax.device_put(x, NamedSharding(mesh, P(*spec)))
+            for x, spec in ((w, (None, "model")), (X, ("clients", None, "model")))
+        ]
+        got = drjax.jit(both, groups_per_step=1)(*args)
+    for a, b in zip(got, both(w, X), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5)
+
+
 def updates(x):
     def fn(x):
         table = jax.lax.dynamic_update_slice(jnp.ones((4, 6)), x[:2] ** 2, (1, 0))

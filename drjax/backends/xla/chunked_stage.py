@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 
 from drjax import _compat
 from drjax._compat.jax_types import Literal
-from drjax._compat.types import Array, DeviceArray, GlobalArray, PyTree
+from drjax._compat.types import Array, Aval, DeviceArray, GlobalArray, PyTree
 from drjax._jaxprs.eval_jaxpr import as_arrays
 from drjax._jaxprs.prng_keys import from_raw
 from drjax._plan_file.batches import combines_itself, over_groups, run_batch
@@ -46,7 +46,7 @@ from drjax._primitives.segments import (
     with_segments,
 )
 from drjax._sharding.eval_on_mesh import evaluate_on_mesh
-from drjax._sharding.execute import full_of_type, sharded_spec
+from drjax._sharding.execute import full_of_type, sharded_spec, types_of
 from drjax._sharding.layout import Layout
 from drjax._sharding.padding import (
     copy_index_to_padding,
@@ -180,7 +180,7 @@ class ChunkedStage:
 
         def nothing() -> tuple[list[Array], list[DeviceArray]]:
             # A device with padding only: it must not run the work, but give its types.
-            totals, kept = jax.eval_shape(work)
+            totals, kept = types_of(work)
             # The identity, as `finish` combines it with the totals of other devices.
             fills = [REDUCE_OPS[r.op].identity(r.source.dtype) for r in self.reduces]
             sums = [*map(full_of_type, totals, fills)]  # states follow the sums
@@ -322,7 +322,7 @@ class ChunkedStage:
         )
         if not chosen or not (varies or _has_types_on_mesh()):
             return chosen
-        kept = jax.eval_shape(kept_of_chunk)
+        kept = types_of(kept_of_chunk)
         return {j: i for j, i in chosen.items() if _are_alike(kept[j], slices[i])}
 
     def _chunk(
@@ -432,7 +432,7 @@ class ChunkedStage:
         nowhere = {first: max(x.num, 1) for first, x in self._placed.values()}
 
         def idle() -> list[Array]:
-            outs = jax.eval_shape(run)
+            outs = types_of(run)
             return [full_of_type(y, nowhere.get(i, 0)) for i, y in enumerate(outs)]
 
         outs = lax.cond(jnp.any(some), run, idle)
@@ -577,7 +577,7 @@ def _empty_accumulators(
             ]
             return [*of_segments, *totals[len(ops) :]]
 
-        types = jax.eval_shape(partials)
+        types = types_of(partials)
         types, states = types[: len(reduces)], types[len(reduces) :]
     accumulators: list[Running | RunningFold] = []
     for reduce, like in zip(reduces, types, strict=True):
@@ -600,9 +600,9 @@ def _has_types_on_mesh() -> bool:
     return AxisType.Explicit in kinds or _compat.check_vma()
 
 
-def _are_alike(x: Any, y: Any) -> bool:
-    """Whether slices of one array are where those of another are on the mesh."""
-    x, y = _compat.typeof(x), _compat.typeof(y)
+def _are_alike(x: Aval, slices: Any) -> bool:
+    """Whether slices of a type are where those of an array are on the mesh."""
+    y = _compat.typeof(slices)
     specs = [a.sharding.spec[1:] for a in (x, y)]
     return specs[0] == specs[1] and _compat.varying(x) == _compat.varying(y)
 
