@@ -70,6 +70,7 @@ def _largest(x, segment):
     return np.tanh(largest)
 
 
+@pytest.mark.once
 def test_compilers_still_refuse():
     values = np.arange(8.0)
     values[4] = np.nan
