@@ -118,6 +118,7 @@ def arguments():
     return model, data, jnp.array([3, 1, 15, 0])
 
 
+@pytest.mark.usefixtures("leaks_unchecked")
 @pytest.mark.once
 @pytest.mark.sampled
 @checkerboard(2, f=FUNCTIONS)
