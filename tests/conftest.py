@@ -42,9 +42,10 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     """Of the parameters of a `sampled` test, a third is slow, a third in the grids.
 
-    Of what remains of a test with four or more, half is slow with the oldest JAX, and
+    Of what remains of a test with three or more, half is slow with the oldest JAX, and
     the other half with the newest: each is in one of the two default runs. So it is of
-    a test that runs `once` and has fewer; one without parameters has the newest.
+    two of a `sampled` test, and of one that runs `once`, which has the newest where it
+    has no parameters.
     """
     from tests.helpers.cases import marks_of  # uses JAX, which is configured by now
 
@@ -62,7 +63,9 @@ def pytest_collection_modifyitems(items):
         if not marks:
             tests[name].append(item)
     for of_test in tests.values():
-        if len(of_test) >= 4 or of_test[0].get_closest_marker("once"):
+        marked = of_test[0].get_closest_marker
+        enough = 2 if marked("sampled") else 3
+        if len(of_test) >= enough or marked("once"):
             # Every second one would often be one value of the last parameter.
             of_test.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
             for item in of_test[NEWEST::2]:

@@ -295,6 +295,7 @@ def test_a_fragment_is_reduced_once_and_nothing_else_is_sent():
     assert plan.communication(devices=K).reduced_per_device() == sum(sizes)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("jit", [jax.jit, drjax.jit], ids=["jax.jit", "drjax.jit"])
 @pytest.mark.parametrize("members", [{}, {"where": jnp.array(AWAY[0])}])
 def test_numbers_in_few_bits_are_those_of_one_exchange(jit, members, monkeypatch):

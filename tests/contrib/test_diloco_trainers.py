@@ -298,6 +298,7 @@ class TestTrainer:
         assert traced == len(TRACES)
         return state, losses
 
+    @pytest.mark.once
     def test_parameters_and_moments_stay_sharded(self):
         with in_mesh(mesh := make_mesh(SLICES)):
             round_ = self.round_(count=3)
@@ -330,6 +331,7 @@ class TestTrainer:
         parameters = jax.tree.leaves(first_train_state().params)
         assert sum(x.result_bytes for x in sent) <= sum(x.nbytes for x in parameters)
 
+    @pytest.mark.once
     def test_a_slice_that_is_lost_begins_with_the_global_parameters(self):
         """Its loss diverges, or the trainer says that it is away."""
         with in_mesh(mesh := make_mesh(SLICES)):
@@ -356,6 +358,7 @@ class TestTrainer:
             _, losses = self.train(round_, lost, range(2, 6))
             assert losses[-1] < losses[0]
 
+    @pytest.mark.once
     def test_a_checkpoint_is_for_another_number_of_slices(self, tmp_path):
         with in_mesh(mesh := make_mesh(SLICES)):
             round_ = self.round_()

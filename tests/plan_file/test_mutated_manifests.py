@@ -241,6 +241,7 @@ def check(name, files, seeds) -> set[str]:
     return seen
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", PLANS)
 def test_a_few(name, files):
     manifest, members = files[name]

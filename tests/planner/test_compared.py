@@ -75,6 +75,7 @@ def arguments(n):
     return W, jnp.asarray(np.random.RandomState(1).randn(n, 64, 16), jnp.float32)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("derived", [lambda f: f, jax.value_and_grad])
 @pytest.mark.parametrize("step", [1, 3])
 def test_memory_does_not_grow_with_the_groups(derived, step):

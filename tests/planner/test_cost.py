@@ -47,6 +47,7 @@ def gradient(request):
     return jax.grad(request.param)
 
 
+@pytest.mark.once
 def test_rematerialized_is_what_saving_does_not_compute(gradient):
     """Within the operations of indices and zeros, and of what carries a state."""
     signature = drjax.check(gradient)(*TYPES)

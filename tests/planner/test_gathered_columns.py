@@ -55,6 +55,7 @@ def close(result, want):
     )
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("mesh", MESHES)
 def test_backends_agree(mesh, tmp_path):
     n, make = MESHES[mesh]

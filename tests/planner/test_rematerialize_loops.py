@@ -111,6 +111,7 @@ def test_a_state_that_no_derivative_needs_is_not_stacked():
     np.testing.assert_allclose(run(W, S, X), jax.jit(jax.grad(last))(W, S, X), 1e-4)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "one_round, shapes",
     [(round_with_momentum, set()), (round_with_state, {(3, 2, D, D)})],

@@ -100,6 +100,7 @@ def test_where_collectives_are_asynchronous_results_wait_for_work(jit, platform)
     assert ("stablehlo.popcnt" in lowered.as_text()) == (platform != "cpu")
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("jit", JITS)
 def test_between_slices_their_devices_divide_both(jit):
     two = of_partition(functools.partial(in_two_legs, "int8"))

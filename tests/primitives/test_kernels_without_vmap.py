@@ -98,6 +98,7 @@ def test_one_group_at_a_time_where_a_device_has_several():
     assert_close(got, jax.grad(run(jnp.sin))(x))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("kind", (AUTO, EXPLICIT))
 def test_in_two_levels(kind):
     def run(k, x):

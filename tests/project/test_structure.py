@@ -83,6 +83,7 @@ def _modules() -> dict[str, set[str]]:
     return imports
 
 
+@pytest.mark.once
 def test_imports_go_down_only():
     modules = _modules()
     assert {name.split(".")[0] for name in modules} == set(LAYER_OF), "no layer"
@@ -103,6 +104,7 @@ def test_imports_go_down_only():
                 assert not target.startswith("_api."), f"{name} imports {target}"
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("engine", ENGINES)
 def test_nothing_else_needs_an_engine(engine):
     """Its folder, its tests and its public module can be deleted."""
@@ -186,6 +188,7 @@ def test_only_compat_imports_private_jax():
     assert not {x for x in private if not x.startswith("drjax/_compat/")}
 
 
+@pytest.mark.once
 def test_files_have_docstrings():
     for path in CODE:
         name, text = path.relative_to(ROOT), path.read_text()
@@ -231,6 +234,7 @@ def _public_words(name: str) -> list[str]:
     return [part.lstrip("_") for part in name.split(".")]
 
 
+@pytest.mark.once
 def test_every_module_is_covered_by_a_test_file():
     named = {name for path in TESTS for name in _covered(path)}
     assert not (missing := _in_package() - named), missing
@@ -246,6 +250,7 @@ def test_every_module_is_covered_by_a_test_file():
         assert name.startswith("drjax.") or (ROOT / name).exists(), name
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("path", TESTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_test_files_stand_where_what_they_cover_stands(path):
     folders = path.relative_to(ROOT / "tests").parts[:-1]
@@ -257,6 +262,7 @@ def test_test_files_stand_where_what_they_cover_stands(path):
         assert about in {name[-1] for name in covered}, f"does not cover {about}"
 
 
+@pytest.mark.once
 def test_no_test_file_imports_another():
     for path in (ROOT / "tests").rglob("*.py"):
         for name in _imports(path):

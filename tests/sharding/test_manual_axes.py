@@ -100,6 +100,7 @@ def test_partitioned_results_of_a_shard_map_over_the_partition(check_vma):
     assert (np.asarray(back) == data_for(N)[::-1]).all()
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "check_vma", [True, pytest.param(False, marks=pytest.mark.slow)]
 )
