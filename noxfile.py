@@ -8,6 +8,7 @@
 `.ci/run` runs them in fresh copies, with the oldest and the newest Python and JAX.
 """
 
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -17,6 +18,7 @@ nox.options.default_venv_backend = "uv|venv"  # uv installs in a fifth of the ti
 nox.options.sessions = ["lint", "types", "tests"]
 
 ENGINES = ("beam", "flower", "federated_language")  # that one environment can have
+COMPILED = Path("runs/compiled")  # of the site's code, for its notebooks
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 
 
@@ -31,6 +33,18 @@ def _tracked(session: nox.Session, *patterns: str) -> list[str]:
     """The files of the commit that match."""
     out = session.run("git", "ls-files", *patterns, external=True, silent=True)
     return str(out).split()
+
+
+def _keep_compiled(folder: Path) -> dict[str, str]:
+    """What processes compile they keep in a folder, where others find it."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(folder.resolve()),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.03",
+        # JAX does not write an entry at once: another process may meet a part of it,
+        # and compiles then.
+        "PYTHONWARNINGS": "ignore:Error reading persistent compilation cache entry,"
+        "ignore:Error writing persistent compilation cache entry",
+    }
 
 
 @nox.session
@@ -115,16 +129,21 @@ def _engine(session: nox.Session, name: str, *arguments: str) -> None:
     marks = ("-m", "engines and not grid", "--durations", "15")
     # In a folder of its own Ray does not see the clusters of other tests.
     with tempfile.TemporaryDirectory(prefix="ray") as folder:
+        env = {"RAY_TMPDIR": folder, **_keep_compiled(Path(folder, "compiled"))}
+        # Workers that Ray starts before there is work are not those of drjax.
+        env["RAY_prestart_worker_first_driver"] = "0"
         tests = *marks, *map(str, files), *arguments
-        session.run("python", "-m", "pytest", *tests, env={"RAY_TMPDIR": folder})
+        session.run("python", "-m", "pytest", *tests, env=env)
 
 
 @nox.session
 def site(session: nox.Session) -> None:
     """The site, in runs/site; all of its code runs. Node.js checks its search."""
     session.install("-q", "-e", ".[docs]")
-    site = "runs/site"
-    session.run("python", "-m", "sphinx", "-W", "--keep-going", "-j", "2", "docs", site)
+    shutil.rmtree(COMPILED, ignore_errors=True)
+    site, env = "runs/site", _keep_compiled(COMPILED)
+    build = ("-W", "--keep-going", "-j", "2", "docs", site)
+    session.run("python", "-m", "sphinx", *build, env=env)
     session.run("node", "docs/check_search.mjs", site, external=True)
 
 
@@ -133,7 +152,7 @@ def notebooks(session: nox.Session) -> None:
     """The tutorials of the site as notebooks, where only the README's extra is."""
     session.install("-q", ".[examples]", "ipykernel", "nbclient")
     tutorials = sorted(map(str, Path("runs/site/tutorials").glob("*.ipynb")))
-    session.run("jupyter", "execute", *tutorials)
+    session.run("jupyter", "execute", *tutorials, env=_keep_compiled(COMPILED))
 
 
 @nox.session
