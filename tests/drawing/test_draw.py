@@ -10,6 +10,7 @@ import xml.etree.ElementTree as ElementTree
 import jax
 import jax.numpy as jnp
 import matplotlib
+import numpy as np
 import pytest
 
 import drjax
@@ -72,7 +73,9 @@ def scattering(whole, data):
     return drjax.reduce_max(drjax.map_fn(jnp.add, (drjax.scatter(whole), data)))
 
 
-PARAMS = {f"layer_with_a_long_name_{i}": jnp.ones((i + 1, 4)) for i in range(9)}
+PARAMS = {
+    f"layer_with_a_long_name_{i}": np.ones((i + 1, 4), np.float32) for i in range(9)
+}
 
 
 def total(fn):

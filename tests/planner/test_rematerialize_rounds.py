@@ -17,7 +17,7 @@ from drjax._jaxprs.walk import deep_equations, definitions
 from drjax._planner.work import is_cheap, operations
 
 N, D = 3, 4
-W, S = jnp.eye(D) / 2, jnp.full((N, D, D), 0.1)
+W, S = np.eye(D, dtype=np.float32) / 2, np.full((N, D, D), 0.1, np.float32)
 
 
 @drjax.program(clients=N)
