@@ -10,12 +10,16 @@ Hand-written are the two programs that an engineer would write: all groups of a 
 at once by `jax.vmap`, without checkpoints; and one group at a time by `lax.scan`, with
 a `jax.checkpoint` around each group and around each round. Of many rounds, those of a
 segment are run again, too: the hand-written programs are nested scans, with a
-`jax.checkpoint` around each segment, of as many rounds as take the least memory. With
-`--out` the table goes to `residuals-jax-VERSION.md`.
+`jax.checkpoint` around each segment, of as many rounds as take the least memory. Where
+an engineer has several choices, the program with the least memory counts: a state that
+enters the next one linearly needs no `jax.checkpoint` around the round, as the group's
+local steps alone have residuals. With `--out` the table goes to
+`residuals-jax-VERSION.md`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -66,17 +70,29 @@ def _descend_with_momentum(
     return lax.scan(step, (params, state), x)[0]
 
 
+def _momentum_of_rounds(
+    params: Params, state: Params, x: jax.Array, descend: Callable = descend
+) -> tuple[Params, Params]:
+    """Local steps as one step of a momentum: the new state is linear in the old one."""
+    new = descend(params, x)
+    state = jax.tree.map(lambda m, w, v: 0.9 * m + (w - v), state, params, new)
+    return jax.tree.map(jnp.subtract, params, state), state
+
+
+def _without_state(params: Params, state: Any, x: jax.Array) -> tuple[Params, Any]:
+    return descend(params, x), state
+
+
 # -------------------------------------------------------------------------------------
 # One round, from `(params, state, data)` to `(params, state)`: ours and hand-written
 
 
-def _ours(n: int, with_state: bool) -> Callable:
+def _ours(n: int, task: "Task") -> Callable:
     @drjax.program(clients=n)
     def one_round(params, state, x):
         params = drjax.broadcast(params)
-        if with_state:
-            work = _descend_with_momentum
-            new, state = drjax.map_fn(work, (params, state, x))
+        if task.with_state:
+            new, state = drjax.map_fn(task.work, (params, state, x))
         else:
             new = drjax.map_fn(descend, (params, x))
         return drjax.reduce_mean(new), state
@@ -101,24 +117,15 @@ def _written(local: Callable, n: int) -> Callable:
     )
 
 
-def _of_one(with_state: bool) -> Callable:
-    if with_state:
-        return _descend_with_momentum
-    return lambda params, state, x: (descend(params, x), state)
-
-
-def _all_at_once(n: int, with_state: bool) -> Callable:
+def _all_at_once(n: int, work: Callable) -> Callable:
     def local(params, state, x):
-        work = jax.vmap(_of_one(with_state), (None, 0, 0))
-        new, state = work(params, state, x)
+        new, state = jax.vmap(work, (None, 0, 0))(params, state, x)
         return jax.tree.map(lambda y: y.sum(0), new), state
 
     return _written(local, n)
 
 
-def _one_at_a_time(n: int, with_state: bool) -> Callable:
-    work = jax.checkpoint(_of_one(with_state), prevent_cse=False)
-
+def _one_at_a_time(n: int, work: Callable) -> Callable:
     def local(params, state, x):
         def step(sums, group):
             new, state = work(params, *group)
@@ -126,7 +133,21 @@ def _one_at_a_time(n: int, with_state: bool) -> Callable:
 
         return lax.scan(step, jax.tree.map(jnp.zeros_like, params), (state, x))
 
-    return jax.checkpoint(_written(local, n))
+    return _written(local, n)
+
+
+def _checkpointed(n: int, work: Callable) -> list[Callable]:
+    """One group at a time, as an engineer may write it.
+
+    With checkpoints around each group and around each round; or around the local steps
+    of a group alone, where its state needs none.
+    """
+    work_again = jax.checkpoint(work, prevent_cse=False)
+    rounds = [jax.checkpoint(_one_at_a_time(n, work_again))]
+    if work is _momentum_of_rounds:
+        steps = jax.checkpoint(descend, prevent_cse=False)
+        rounds.append(_one_at_a_time(n, partial(work, descend=steps)))
+    return rounds
 
 
 # -------------------------------------------------------------------------------------
@@ -151,6 +172,23 @@ def _scanned(one_round: Callable, rounds: int) -> Callable:
     return jax.grad(last_loss)
 
 
+def _nested(one_round: Callable, rounds: int) -> Callable:
+    """Rounds in epochs, after each of which the model decays."""
+    epochs = min(2, rounds)
+
+    def last_loss(params, state, x, validation):
+        step = lambda carry, _: (one_round(*carry, x), None)
+
+        def epoch(carry, _):
+            params, state = lax.scan(step, carry, length=rounds // epochs)[0]
+            return (jax.tree.map(lambda w: 0.99 * w, params), state), None
+
+        (params, state), _ = lax.scan(epoch, (params, state), length=epochs)
+        return loss(params, validation)
+
+    return jax.grad(last_loss)
+
+
 def _segmented(one_round: Callable, rounds: int, length: int) -> Callable:
     def last_loss(params, state, x, validation):
         step = lambda carry, _: (one_round(*carry, x), None)
@@ -168,18 +206,39 @@ class Task:
 
     Attributes:
       derived: From a round and how many there are to the function that is compiled.
-      with_state: Whether each group keeps a state from round to round.
+      work: That of one group in a round, from `(params, state, data)` to
+        `(params, state)`.
     """
 
     derived: Callable[[Callable, int], Callable]
-    with_state: bool
+    work: Callable = _without_state
+
+    @property
+    def with_state(self) -> bool:
+        """Whether each group keeps a state from round to round."""
+        return self.work is not _without_state
 
 
 TASKS = {
-    "straight-line rounds": Task(_straight, False),
-    "a scan over rounds": Task(_scanned, False),
-    "straight-line rounds, states in the groups": Task(_straight, True),
-    "a scan over rounds, states in the groups": Task(_scanned, True),
+    "straight-line rounds": Task(_straight),
+    "a scan over rounds": Task(_scanned),
+    "scans over rounds in a scan": Task(_nested),
+    "straight-line rounds, states in the groups": Task(
+        _straight, _descend_with_momentum
+    ),
+    "a scan over rounds, states in the groups": Task(_scanned, _descend_with_momentum),
+    "scans over rounds in a scan, states in the groups": Task(
+        _nested, _descend_with_momentum
+    ),
+    "straight-line rounds, linear states in the groups": Task(
+        _straight, _momentum_of_rounds
+    ),
+    "a scan over rounds, linear states in the groups": Task(
+        _scanned, _momentum_of_rounds
+    ),
+    "scans over rounds in a scan, linear states in the groups": Task(
+        _nested, _momentum_of_rounds
+    ),
 }
 # With checkpoints of some rounds.
 SEGMENTED = {
@@ -190,34 +249,41 @@ SEGMENTED = {
 }
 
 
-def _implementations(task: Task, n: int, rounds: int) -> dict[str, Callable]:
+def _implementations(task: Task, n: int, rounds: int) -> dict[str, list[Callable]]:
+    """Of the hand-written ones several, of which the one with the least memory counts.
+
+    All groups at once are without checkpoints, as `drjax.jit` saves what these need.
+    """
     derived = lambda one_round: task.derived(one_round, rounds)
-    ours = derived(_ours(n, task.with_state))
+    ours = derived(_ours(n, task))
+    checkpointed = _checkpointed(n, task.work)
     return {
-        ALL: jax.jit(derived(_all_at_once(n, task.with_state))),
-        OURS_ALL: drjax.jit(ours),
-        CHECKPOINTED: jax.jit(derived(_one_at_a_time(n, task.with_state))),
-        OURS: drjax.jit(ours, groups_per_step=1),
+        ALL: [jax.jit(derived(_all_at_once(n, task.work)))],
+        OURS_ALL: [drjax.jit(ours)],
+        CHECKPOINTED: [jax.jit(derived(one_round)) for one_round in checkpointed],
+        OURS: [drjax.jit(ours, groups_per_step=1)],
     }
 
 
 def _segmented_implementations(
     task: Task, n: int, rounds: int
 ) -> dict[str, list[Callable]]:
-    """Of the hand-written ones several, of which the one with the least memory counts.
+    """The same, with checkpoints of some rounds.
 
-    Their segments have 2, 4, ... rounds. All groups at once are not rematerialized in
-    the rounds of a segment, as `drjax.jit` saves what these need.
+    The segments of the hand-written ones have 2, 4, ... rounds. All groups at once are
+    not rematerialized in the rounds of a segment.
     """
     lengths = [2**i for i in range(1, 10) if 2**i < rounds]
-    ours = _scanned(_ours(n, task.with_state), rounds)
-    nested = lambda one_round: [
-        jax.jit(_segmented(one_round, rounds, length)) for length in lengths
+    ours = _scanned(_ours(n, task), rounds)
+    nested = lambda *choices: [
+        jax.jit(_segmented(one_round, rounds, length))
+        for one_round in choices
+        for length in lengths
     ]
     return {
-        ALL: nested(_all_at_once(n, task.with_state)),
+        ALL: nested(_all_at_once(n, task.work)),
         OURS_ALL: [drjax.jit(ours, checkpoints="sqrt")],
-        CHECKPOINTED: nested(_one_at_a_time(n, task.with_state)),
+        CHECKPOINTED: nested(*_checkpointed(n, task.work)),
         OURS: [drjax.jit(ours, groups_per_step=1, checkpoints="sqrt")],
     }
 
@@ -257,15 +323,11 @@ def measure(
     with jax.set_mesh(mesh):
         for name, task, numbers in tqdm(tasks, disable=not show_progress):
             args = _types(mesh, n, task.with_state)
-            forward = jax.jit(_all_at_once(n, task.with_state))
+            forward = jax.jit(_all_at_once(n, task.work))
             one = matrix_operations(forward.lower(*args[:3]).compile())
             for count in numbers:
-                if name in TASKS:
-                    each = _implementations(task, n, count)
-                    runs = {how: [run] for how, run in each.items()}
-                else:
-                    runs = _segmented_implementations(task, n, count)
-                for how, choices in runs.items():
+                make = _implementations if name in TASKS else _segmented_implementations
+                for how, choices in make(task, n, count).items():
                     compiled: Any = min(
                         (run.lower(*args).compile() for run in choices),
                         key=lambda x: Report.of(x).temp_bytes,
