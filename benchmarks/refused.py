@@ -2,10 +2,11 @@
 
     python -m benchmarks.refused
 
-Each is a reason why a count of `benchmarks.combinations` cannot be that of a shorter
-program: both versions of drjax and the best hand-written code pay for it. Of 8 devices
-of the CPU; `tests/project/test_combination_benchmarks.py` fails when one is not refused
-any more.
+Each is a reason why a count of `benchmarks.combinations` or `benchmarks.residuals`
+cannot be that of a shorter program. For the first two, both versions of drjax and the
+best hand-written code pay; what a conditional returns is in the best order only in
+hand-written code. Of 8 devices of the CPU;
+`tests/project/test_combination_benchmarks.py` fails when one is not refused any more.
 """
 
 import math
@@ -17,9 +18,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.descent import descend
 from benchmarks.report import table
 
-_DEVICES, _NUMBERS = 8, 20_000
+_DEVICES, _NUMBERS, _STEPS = 8, 20_000, 4
 
 
 def largest_of_devices(values: np.ndarray) -> float:
@@ -47,6 +49,40 @@ def temporary_bytes(as_integers: bool) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+def bytes_of_branches(groups_first: bool) -> int:
+    """Temporary ones of a gradient of local steps of 8 groups, in a branch.
+
+    Its residuals leave the branch step by step, as they are computed, or group by
+    group. Without branches both need the same.
+    """
+    params = {k: jax.ShapeDtypeStruct((64, 64), jnp.float32) for k in ("in", "out")}
+    data = jax.ShapeDtypeStruct((_STEPS, 16, 64), jnp.float32)
+    trees: list[Any] = []
+
+    def linearized(params: Any, data: jax.Array) -> Any:
+        new, pull_back = jax.vjp(descend, params, data)
+        leaves, tree = jax.tree.flatten(pull_back)
+        trees.append(tree)
+        return new, leaves
+
+    _, types = jax.eval_shape(linearized, params, data)
+    axes = [int(not groups_first and x.shape[:1] == (_STEPS,)) for x in types]
+
+    def gradient(flag: jax.Array, params: Any, data: jax.Array) -> Any:
+        forward = lambda x: jax.vmap(linearized, (None, 0), (0, axes))(params, x)
+        zeros = jax.eval_shape(forward, data)
+        skipped = lambda _: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zeros)
+        new, residuals = lax.cond(flag, forward, skipped, data)
+        one = lambda leaves, ct: trees[0].unflatten(leaves)(ct)[0]
+        backward = jax.vmap(one, (axes, 0))
+        return lax.cond(flag, backward, lambda _, ct: ct, residuals, new)
+
+    groups = jax.ShapeDtypeStruct((8, *data.shape), data.dtype)
+    flag = jax.ShapeDtypeStruct((), jnp.bool_)
+    compiled: Any = jax.jit(gradient).lower(flag, params, groups).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
 def refused() -> list[list[str]]:
     """What each program asks for, what it gets, and what that costs."""
     values = np.arange(_DEVICES, dtype=np.float32)
@@ -63,6 +99,12 @@ def refused() -> list[list[str]]:
             f"{temporary_bytes(False):,} bytes",
             f"{temporary_bytes(True):,} bytes",
             "one more array, where a maximum is what the program returns",
+        ],
+        [
+            "results of a conditional in the order in which they are computed",
+            f"{bytes_of_branches(False):,} bytes",
+            f"{bytes_of_branches(True):,} bytes",
+            "one more copy of a round's residuals, where rounds are in branches",
         ],
     ]
 

@@ -6,6 +6,7 @@
 Each task is compiled, and nothing runs: the floating-point operations of matrix
 products, times how often their loops run, in units of one forward pass of all groups
 through one round; the temporary memory of a device; and the collectives that it runs.
+Of a conditional, the branch with the most operations counts.
 Hand-written are the two programs that an engineer would write: all groups of a device
 at once by `jax.vmap`, without checkpoints; and one group at a time by `lax.scan`, with
 a `jax.checkpoint` around each group and around each round. Of many rounds, those of a
@@ -43,10 +44,15 @@ _AXIS = "clients"
 _WHOLE = P()
 
 
-def matrix_operations(compiled: Any) -> int:
-    """Count the floating-point operations of the matrix products of a program."""
+def matrix_operations(
+    compiled: Any, of_branches: Callable[[list[int]], int] = min
+) -> int:
+    """Count the floating-point operations of the matrix products of a program.
+
+    `of_branches` combines the counts of the branches of a conditional.
+    """
     module = Module(compiled.as_text())
-    total = Schedule(module).flops(module.computations[module.entry])
+    total = Schedule(module, of_branches).flops(module.computations[module.entry])
     assert total is not None, "the length of a loop is not known"
     return total
 
@@ -189,6 +195,31 @@ def _nested(one_round: Callable, rounds: int) -> Callable:
     return jax.grad(last_loss)
 
 
+def _in_a_branch(one_round: Callable, flag: jax.Array, carry: Any, x: Any) -> Any:
+    """A round that is left out where a number is not positive."""
+    work = lambda params, state: one_round(params, state, x)
+    return lax.cond(flag > 0, work, lambda *unchanged: unchanged, *carry)
+
+
+def _straight_branches(one_round: Callable, rounds: int) -> Callable:
+    def last_loss(params, state, x, validation):
+        carry = params, state
+        for flag in validation[0, :rounds]:
+            carry = _in_a_branch(one_round, flag, carry, x)
+        return loss(carry[0], validation)
+
+    return jax.grad(last_loss)
+
+
+def _scanned_branches(one_round: Callable, rounds: int) -> Callable:
+    def last_loss(params, state, x, validation):
+        step = lambda carry, flag: (_in_a_branch(one_round, flag, carry, x), None)
+        (params, state), _ = lax.scan(step, (params, state), validation[0, :rounds])
+        return loss(params, validation)
+
+    return jax.grad(last_loss)
+
+
 def _segmented(one_round: Callable, rounds: int, length: int) -> Callable:
     def last_loss(params, state, x, validation):
         step = lambda carry, _: (one_round(*carry, x), None)
@@ -238,6 +269,14 @@ TASKS = {
     ),
     "scans over rounds in a scan, linear states in the groups": Task(
         _nested, _momentum_of_rounds
+    ),
+}
+# Where rounds are in branches: all are taken.
+BRANCHES = {
+    "rounds in branches": Task(_straight_branches),
+    "a scan over rounds in branches": Task(_scanned_branches),
+    "a scan over rounds in branches, states in the groups": Task(
+        _scanned_branches, _descend_with_momentum
     ),
 }
 # With checkpoints of some rounds.
@@ -318,7 +357,7 @@ def measure(
     """
     mesh = counts.mesh_of(_AXIS, DEVICES)
     rows = []
-    tasks = [(*item, rounds) for item in TASKS.items()]
+    tasks = [(*item, rounds) for item in (TASKS | BRANCHES).items()]
     tasks += [(*item, many) for item in SEGMENTED.items()]
     with jax.set_mesh(mesh):
         for name, task, numbers in tqdm(tasks, disable=not show_progress):
@@ -326,7 +365,8 @@ def measure(
             forward = jax.jit(_all_at_once(n, task.work))
             one = matrix_operations(forward.lower(*args[:3]).compile())
             for count in numbers:
-                make = _implementations if name in TASKS else _segmented_implementations
+                segmented = name in SEGMENTED
+                make = _segmented_implementations if segmented else _implementations
                 for how, choices in make(task, n, count).items():
                     compiled: Any = min(
                         (run.lower(*args).compile() for run in choices),
@@ -334,7 +374,7 @@ def measure(
                     )
                     report = Report.of(compiled)
                     row = {"task": name, "rounds": count, "implementation": how}
-                    row["passes"] = matrix_operations(compiled) / one
+                    row["passes"] = matrix_operations(compiled, max) / one
                     row["temp"] = report.temp_bytes
                     row["collectives"] = report.total.times
                     rows.append(row)

@@ -22,7 +22,7 @@ it is rematerialized all the same, unless something compares the sum (`compared.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Set
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,9 +31,14 @@ from drjax import _compat, primitives
 from drjax._compat.jax_types import Literal
 from drjax._compat.types import Atom, ClosedJaxpr, Eqn, OpenJaxpr, Var
 from drjax._jaxprs.elementwise import ELEMENTWISE
-from drjax._jaxprs.walk import CALLS, definitions, split_while, variables
+from drjax._jaxprs.walk import CALLS, definitions, variables
 from drjax._planner.compared import is_only_added
-from drjax._planner.inline import CONTROL, InlinedJaxpr
+from drjax._planner.inline import (
+    CONTROL,
+    InlinedJaxpr,
+    is_rewritten,
+    operands_of_bodies,
+)
 from drjax._primitives.moves import MOVES
 from drjax._primitives.reduce_ops import of_primitive
 from drjax._primitives.segments import place_in_segment_p, slice_of_segment_p
@@ -99,7 +104,7 @@ def bitwise_observable(program: InlinedJaxpr, chosen: bool = True) -> frozenset[
             # A sum exposes values only if all groups but one add zeros, which a
             # select_n makes.
             selected = copies or (op is not None and op.selects)
-            aliases = _aliases(definition, eqn.invars[0], selected)
+            aliases = _aliases(program, definition, eqn.invars[0], selected)
             exposed = {var for var, selected in aliases if selected}
             again = not chosen and not selected and exposed.isdisjoint(program.outvars)
             if not (again and is_only_added(program.eqns, eqn.outvars[0])):
@@ -107,10 +112,11 @@ def bitwise_observable(program: InlinedJaxpr, chosen: bool = True) -> frozenset[
         elif eqn.primitive is primitives.reduce_fold_p:
             # The function of two states may choose one of them.
             for operand in eqn.invars:
-                observable |= {var for var, _ in _aliases(definition, operand, True)}
+                aliases = _aliases(program, definition, operand, True)
+                observable |= {var for var, _ in aliases}
         elif eqn.primitive.name in CONTROL:
             for operand in _observable_operands(program, eqn):
-                aliases = _aliases(definition, operand, True)
+                aliases = _aliases(program, definition, operand, True)
                 observable |= {var for var, _ in aliases}
     if not observable:
         return frozenset()
@@ -182,14 +188,7 @@ def _observable_operands(program: InlinedJaxpr, eqn: Eqn) -> Iterator[Atom]:
 
     Each is yielded once for every body of which the argument for it is.
     """
-    # One list for each body: operands in the order of the body's arguments.
-    operands = [eqn.invars]
-    if eqn.primitive.name == "cond":
-        operands = [eqn.invars[1:]] * len(eqn.params["branches"])
-    elif eqn.primitive.name == "while":
-        cond_consts, body_consts, carry = split_while(eqn, eqn.invars)
-        operands = [[*cond_consts, *carry], [*body_consts, *carry]]
-    for body, values in zip(program.bodies(eqn), operands, strict=True):
+    for body, values in operands_of_bodies(program, eqn):
         # Rematerialization asks again for each rewritten program; bodies mostly stay.
         inner = body.memoize(bitwise_observable, body)
         for argument, value in zip(body.invars, values, strict=True):
@@ -197,14 +196,18 @@ def _observable_operands(program: InlinedJaxpr, eqn: Eqn) -> Iterator[Atom]:
                 yield value
 
 
+# The jaxpr whose values are followed, inlined or not.
+_Followed: TypeAlias = InlinedJaxpr | OpenJaxpr
+
+
 def _aliases(
-    definition: dict[Var, Eqn], var: Atom, selected: bool
+    jaxpr: _Followed, definition: dict[Var, Eqn], var: Atom, selected: bool
 ) -> set[tuple[Var, bool]]:
     """Find the variables whose values another variable, `var`, holds.
 
     The search goes backward from `var`, from the results to the operands of equations
-    that only move, select or negate values, such as `reshape` or `select_n`. It ends at
-    equations that compute new values.
+    of `jaxpr` that only move, select or negate values, such as `reshape` or `select_n`.
+    It ends at equations that compute new values.
 
     The flag of a variable is true if `selected` is, that of `var` itself, or if a
     `select_n` or a `cond` lies on the path from it to `var`. A variable with paths of
@@ -221,12 +224,14 @@ def _aliases(
         aliases.add((var, selected))
         eqn = definition.get(var)
         if eqn is not None:
-            operands = _moved_operands(eqn, eqn.outvars.index(var))
+            operands = _moved_operands(jaxpr, eqn, eqn.outvars.index(var))
             stack += [(operand, selected or selects) for operand, selects in operands]
     return aliases
 
 
-def _moved_operands(eqn: Eqn, index: int) -> Iterator[tuple[Atom, bool]]:
+def _moved_operands(
+    jaxpr: _Followed, eqn: Eqn, index: int
+) -> Iterator[tuple[Atom, bool]]:
     """Find the operands of an equation whose values its result `index` holds.
 
     Yields them with whether the equation selects among values to get from this operand
@@ -252,22 +257,30 @@ def _moved_operands(eqn: Eqn, index: int) -> Iterator[tuple[Atom, bool]]:
     elif name in CALLS:
         yield from _through_call(eqn.params[CALLS[name]], eqn.invars, index, False)
     elif name == "cond":
-        for branch in eqn.params["branches"]:
+        branches = eqn.params.get("branches", ())
+        if isinstance(jaxpr, InlinedJaxpr) and is_rewritten(eqn):
+            branches = jaxpr.bodies(eqn)
+        for branch in branches:
             yield from _through_call(branch, eqn.invars[1:], index, True)
 
 
 def _through_call(
-    jaxpr: ClosedJaxpr | OpenJaxpr, operands: Sequence[Atom], index: int, selected: bool
+    jaxpr: ClosedJaxpr | _Followed,
+    operands: Sequence[Atom],
+    index: int,
+    selected: bool,
 ) -> Iterator[tuple[Atom, bool]]:
     """Find the operands whose values the result `index` of an evaluated jaxpr holds.
 
     Yields them with whether a selection among values lies between operand and result:
     `selected`, of the equation itself among jaxprs, or an equation in the jaxpr.
     """
-    raw = _compat.open_jaxpr(jaxpr)
+    raw: Any = jaxpr
+    if not isinstance(jaxpr, InlinedJaxpr):
+        raw = _compat.open_jaxpr(jaxpr)
     outer = dict(zip(raw.invars, operands, strict=True))
     definition = definitions(raw.eqns)
     # Variables of the jaxpr itself are left out: stages save those of the program.
-    for var, selects in _aliases(definition, raw.outvars[index], selected):
+    for var, selects in _aliases(raw, definition, raw.outvars[index], selected):
         if var in outer:
             yield outer[var], selects

@@ -26,7 +26,7 @@ from drjax._planner.bitwise_observable import bitwise_observable
 from drjax._planner.gathered_columns import columns_loop
 from drjax._planner.later_sums import later_sums
 from drjax._planner.naming import function_name
-from drjax._planner.partitioning.environment import Environment
+from drjax._planner.partitioning.environment import Environment, LoopKinds
 from drjax._planner.partitioning.kind import GLOBAL, Kind, shift_axis
 from drjax._planner.rematerialize_rounds import LocalWork
 from drjax._planner.rounds import RoundAssignment
@@ -257,7 +257,7 @@ def _loop(
     outputs = tuple(map(values.value, eqn.outvars))
     name = values.names.fresh(op)
     names = [values.names.of(v) for v in eqn.invars]
-    arguments, results, fields = _BODIES[op](eqn, names, loop.result_kinds)
+    arguments, results, fields = _BODIES[op](eqn, names, loop)
     if op == "program":
         (body,) = loop.bodies
         results = [[body[v] for v in body.program.outvars]]
@@ -281,14 +281,14 @@ def _loop(
 
 
 # The bodies of a loop, by its primitive: from its equation, the names of its operands
-# and the kinds of its results to `(names of arguments of each body, kinds of results of
+# and its kinds to `(names of arguments of each body, kinds of results of
 # each body, further fields of the Loop)`.
 LoopBodies: TypeAlias = tuple[
     Sequence[Sequence[str]], Sequence[Sequence[Kind]], dict[str, Any]
 ]
 
 
-def _scan(eqn: Eqn, names: Sequence[str], result_kinds: Sequence[Kind]) -> LoopBodies:
+def _scan(eqn: Eqn, names: Sequence[str], loop: LoopKinds) -> LoopBodies:
     """Describe the body of a scan, one step.
 
     One step of a stack named `x` is named `x[step]`. The caller replaces the kinds of
@@ -302,35 +302,33 @@ def _scan(eqn: Eqn, names: Sequence[str], result_kinds: Sequence[Kind]) -> LoopB
         "reverse": eqn.params["reverse"],
     }
     arguments = [*consts, *carry, *(f"{x}[step]" for x in xs)]
-    return [arguments], [result_kinds], fields
+    return [arguments], [loop.result_kinds], fields
 
 
-def _while(eqn: Eqn, names: Sequence[str], result_kinds: Sequence[Kind]) -> LoopBodies:
+def _while(eqn: Eqn, names: Sequence[str], loop: LoopKinds) -> LoopBodies:
     """Describe the bodies of a while: its condition, and a step."""
     cond_consts, body_consts, carry = split_while(eqn, names)
     fields = {"consts": (len(cond_consts), len(body_consts)), "carry": len(carry)}
     # Body 0 is the condition.
     arguments = [[*cond_consts, *carry], [*body_consts, *carry]]
-    return arguments, [[GLOBAL], result_kinds], fields
+    return arguments, [[GLOBAL], loop.result_kinds], fields
 
 
-def _cond(eqn: Eqn, names: Sequence[str], result_kinds: Sequence[Kind]) -> LoopBodies:
+def _cond(eqn: Eqn, names: Sequence[str], loop: LoopKinds) -> LoopBodies:
     # The first operand is the index, which no branch takes.
     """Describe the branches of a cond, which take all operands but the index."""
-    count = len(eqn.params["branches"])
-    return [names[1:]] * count, [result_kinds] * count, {}
+    count = len(loop.bodies)
+    return [names[1:]] * count, [loop.result_kinds] * count, {}
 
 
-def _program(
-    eqn: Eqn, names: Sequence[str], result_kinds: Sequence[Kind]
-) -> LoopBodies:
+def _program(eqn: Eqn, names: Sequence[str], loop: LoopKinds) -> LoopBodies:
     # The kinds of its results are those of another partition, in the body.
     """Describe the body of a program over another partition, which takes all operands.
 
     The caller replaces the kinds of the results by those that the body has over the
     other partition.
     """
-    return [names], [result_kinds], {}
+    return [names], [loop.result_kinds], {}
 
 
 _LOOPS: dict[str, Callable[..., Loop]] = {

@@ -20,7 +20,7 @@ later passes, so a pass that changes equations returns a new one.
 
 import functools
 from collections import ChainMap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -89,6 +89,7 @@ class InlinedJaxpr:
         `bodies` has inlined them or a pass has rewritten them.
       names: For each argument its name, if it is a whole program; {} for a body.
       known_arguments: For each argument of a body whose value is known, that value.
+      replaced: For each loop that a pass has written, the one that it has replaced.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class InlinedJaxpr:
         self.known_bodies: dict[Any, tuple[InlinedJaxpr, ...]] = known_bodies or {}
         self.names: dict[Any, str] = {}
         self.known_arguments: dict[Any, np.ndarray] = {}
+        self.replaced: dict[Any, Eqn] = {}
         self._memoized: dict[Any, Any] = {}
 
     @functools.cached_property
@@ -182,6 +184,22 @@ class InlinedJaxpr:
         return values
 
 
+def operands_of_bodies(
+    program: InlinedJaxpr, eqn: Eqn
+) -> Iterator[tuple[InlinedJaxpr, Sequence[Atom]]]:
+    """Yield each body of a loop or branch, with the operands for its arguments.
+
+    Of a scan's stacks, the body has one step.
+    """
+    bodies, operands = program.bodies(eqn), [eqn.invars]
+    if eqn.primitive.name == "cond":
+        operands = [eqn.invars[1:]] * len(bodies)
+    elif eqn.primitive.name == "while":
+        cond_consts, body_consts, carry = split_while(eqn, eqn.invars)
+        operands = [[*cond_consts, *carry], [*body_consts, *carry]]
+    yield from zip(bodies, operands, strict=True)
+
+
 def _loop_constants(eqn: Eqn) -> Sequence[Sequence[Atom]]:
     """List, for each body of a loop, the operands that it takes unchanged in each step.
 
@@ -257,13 +275,15 @@ def _share_gathers(
     return kept, substitute(outvars, names)
 
 
-def is_rewritten_scan(eqn: Eqn) -> bool:
-    """Whether an equation is a scan that rematerialization of residuals has rewritten.
+def is_rewritten(eqn: Eqn) -> bool:
+    """Whether rematerialization of residuals has rewritten a `scan` or `cond`.
 
-    Such a scan has no parameter `jaxpr`. Its body is an `InlinedJaxpr`: for the jaxpr
-    `program` that contains the scan, it is in `program.bodies(eqn)`.
+    Such an equation has no parameter `jaxpr` or `branches`. Its bodies are
+    `InlinedJaxpr`s: for the jaxpr `program` that contains it, they are in
+    `program.bodies(eqn)`.
     """
-    return eqn.primitive.name == "scan" and "jaxpr" not in eqn.params
+    name = eqn.primitive.name
+    return name in ("scan", "cond") and CONTROL[name][0] not in eqn.params
 
 
 def uses_blocks(

@@ -43,6 +43,7 @@ rewritten scan has no jaxpr in its parameters: its body is in
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from drjax import _compat
@@ -51,33 +52,48 @@ from drjax._jaxprs.walk import (
     backward_slice,
     copy_equations,
     definitions,
+    live_equations,
+    substitute,
     variables,
 )
 from drjax._planner.bitwise_observable import bitwise_observable
-from drjax._planner.exchanges import exchange_rule
 from drjax._planner.inline import InlinedJaxpr
 from drjax._planner.partitioning.environment import Environment
-from drjax._planner.rematerialize_nested import rematerialize_inside
-from drjax._planner.scans import ScanEquation, replace_scans
+from drjax._planner.rematerialize_branches import (
+    rematerialize_in_branches,
+    without_branches,
+)
+from drjax._planner.rematerialize_nested import (
+    rematerialize_inside,
+    with_keys,
+    with_names,
+)
+from drjax._planner.rematerialized import (
+    BodyWork,
+    indices_of_branches,
+    part_of,
+    worth_more,
+)
+from drjax._planner.scans import ScanEquation, replace_loops, replace_scans
 from drjax._planner.unbatching.rules import UNBATCHING_RULES
 from drjax._planner.work import COSTLY, bytes_of, is_cheap, operations
-from drjax._primitives.map_fn import eliminate_dead_code
 from drjax._primitives.read_groups import read_groups_p
 from drjax.primitives import broadcast_p, map_fn_p, partition_index_p, scatter_p
 
 
 def rematerialize_residuals(kinds: Environment) -> InlinedJaxpr | None:
-    """Rewrite one scan, or pair of scans, to rematerialize residuals in each step.
+    """Rewrite one loop or branch, or a pair, to rematerialize residuals in each step.
 
     Residuals are values of a scan that its derivative, a backward scan, needs. Kinds
     are to be inferred again, and then the caller asks again: None if no scan is left to
     rewrite. The first scan that allows one of these rewrites is rewritten:
 
     * Cheap equations, which cost little compared with the memory of their result, and
-      compute partitioned constants of the scan, are moved into its steps.
+      compute partitioned constants of the scan, are moved into its steps; or operands
+      of a cond, into its branches.
     * A forward scan no longer stacks its partitioned residuals. The backward scans that
       read them rematerialize them step by step, from global values, or from states of
-      groups that are smaller.
+      groups that are smaller. So do the branches of conds.
     """
     for eqn in kinds.program.eqns:
         if eqn.primitive.name == "scan" and kinds.is_loop(eqn):
@@ -89,6 +105,13 @@ def rematerialize_residuals(kinds: Environment) -> InlinedJaxpr | None:
             if pair.residuals:
                 return pair.rewritten()
             inside = rematerialize_inside(kinds, eqn, rematerialize_residuals)
+            if inside is not None:
+                return inside
+        elif eqn.primitive.name == "cond" and kinds.is_loop(eqn):
+            sunk = _sink_into_branches(kinds, eqn)
+            if sunk is not None:
+                return sunk
+            inside = rematerialize_in_branches(kinds, eqn, rematerialize_residuals)
             if inside is not None:
                 return inside
     return None
@@ -108,7 +131,7 @@ class _ScanPair:
     def __init__(self, kinds: Environment, eqn: Eqn):
         self.program, self.forward = kinds.program, ScanEquation(kinds.program, eqn)
         self.body_kinds = kinds.loops[eqn].bodies[0]
-        self.observable = bitwise_observable(self.forward.body)
+        self.work = BodyWork(self.body_kinds)
         # What a backward scan can read without the forward one stacking it.
         self._available = {*self.forward.body_consts, *self.forward.body_xs}
         pairs = zip(self.forward.ys, self.forward.body_ys, strict=True)
@@ -129,41 +152,25 @@ class _ScanPair:
     def _worth(self, candidates: dict[Any, Any], partitioned: bool) -> dict[Any, Any]:
         """Choose the residuals whose memory is more than that of what replaces them.
 
-        One by one, the largest first, as those that are chosen share what is stacked
-        with the next; or all together, if that saves more. `partitioned` tells whether
-        slices of groups count, or values of the server.
+        `partitioned` tells whether slices of groups count, or values of the server.
         """
-        before = self._stacked([*self.residuals.values()], partitioned)
-        stacked = {y: self._stacked([v], partitioned) for y, v in candidates.items()}
-        chosen, stacks = dict[Any, Any](), set(before)
-        for y in sorted(stacked, key=lambda y: -bytes_of([candidates[y]])):
-            if bytes_of(stacked[y] - stacks) < bytes_of([candidates[y]]):
-                chosen[y] = candidates[y]
-                stacks |= stacked[y]
-        every = before.union(*stacked.values())
-        saved = lambda residuals, stacks: (
-            bytes_of({*residuals.values()}) - bytes_of(stacks - before)
-        )
-        if saved(candidates, every) > max(0.0, saved(chosen, stacks)):
-            return candidates
-        # In the order of the scan, as names depend on it.
-        return {y: v for y, v in candidates.items() if y in chosen}
-
-    def _stacked(self, roots: list[Var], partitioned: bool) -> set[Var]:
-        """Collect the values of a kind to stack in order to rematerialize `roots`."""
-        _, starts = self._backward_slice(roots)
-        return {
+        stacked = lambda ys: bytes_of(
             v
-            for v in starts
+            for v in self.work.starts(
+                [*self.residuals.values(), *(candidates[y] for y in ys)]
+            )
             if self.body_kinds[v].partitioned == partitioned
             and v not in self._available
-        }
+        )
+        of_residuals = lambda ys: bytes_of({candidates[y] for y in ys})
+        chosen = worth_more(candidates, of_residuals, stacked)
+        return {y: candidates[y] for y in chosen}
 
     def _only_scanned(self, var: Var) -> bool:
         """Whether a stack is used, and only as a stack of scans of the same length.
 
         False if it is a result of the program, a constant or an initial carried value
-        of a scan, or an operand of any other equation.
+        of a scan, or an operand of any other equation; or if it chooses branches.
         """
         # A result of the program must be stacked anyway.
         if var in self.program.outvars:
@@ -176,37 +183,11 @@ class _ScanPair:
             and var in (scan := ScanEquation(self.program, e)).xs
             # A constant or an initial carry is read whole, not step by step.
             and var not in (*scan.consts, *scan.carry)
+            and indices_of_branches(scan.body).isdisjoint(
+                b for x, b in zip(scan.xs, scan.body_xs, strict=True) if x is var
+            )
             for e in users
         )
-
-    def _backward_slice(self, roots: list[Var]) -> tuple[list[Eqn], list[Var]]:
-        """Find the forward body's equations that a backward scan may rematerialize.
-
-        They compute the roots, and are in the order of the body. They are returned with
-        the variables of the body from which they start, without its constants: its
-        arguments, results of communication and of effects, and bitwise-observable
-        values, whose exact bits the program may compare. Of a mapped function they
-        have the part that is needed: a new state may take the old one, of which its
-        derivative needs nothing.
-        """
-        body = self.forward.body
-        needed: set[Any] = {*variables(roots)}
-        parts: dict[int, Eqn] = {}
-        for eqn in reversed(body.eqns):
-            used = [v in needed and self._is_pure(v, eqn) for v in eqn.outvars]
-            if any(used):
-                parts[id(eqn)] = part = _part(eqn, used)
-                needed.update(variables(part.invars))
-        eqns, starts = backward_slice(roots, definitions(parts.values()), self._is_pure)
-        # In the order of the body: definitions precede uses.
-        ordered = [e for e in reversed(parts.values()) if id(e) in eqns]
-        # Constants of the jaxpr are no operands: the rewritten body has them itself.
-        return ordered, [v for v in starts if v not in body.consts]
-
-    def _is_pure(self, var: Var, eqn: Eqn) -> bool:
-        communicates = exchange_rule(eqn, self.body_kinds) is not None
-        looped = self.body_kinds.is_loop(eqn)
-        return not (communicates or looped or eqn.effects or var in self.observable)
 
     def rewritten(self) -> InlinedJaxpr:
         """Rewrite the program so that backward scans rematerialize the residuals.
@@ -216,7 +197,7 @@ class _ScanPair:
         """
         forward = self.forward
         # One slice for all, so that a start that they share is stacked once.
-        _, starts = self._backward_slice(list(self.residuals.values()))
+        starts = self.work.starts(list(self.residuals.values()))
         length = forward.eqn.params["length"]
         self.stacks = {
             v: _compat.new_var(_compat.stacked_aval(v.aval, length))
@@ -254,7 +235,7 @@ class _ScanPair:
         """
         scanned = list(zip(scan.xs, scan.body_xs, strict=True))
         roots = {b: self.residuals[x] for x, b in scanned if x in self.residuals}
-        eqns, starts = self._backward_slice(list(roots.values()))
+        eqns, starts = self.work.backward_slice(list(roots.values()))
         # Fresh variables: a forward scan may have several backward scans.
         fresh, first = copy_equations(map(_compat.as_rematerialized, eqns), starts)
         forward = self.forward
@@ -285,45 +266,98 @@ def _sink(kinds: Environment, scan: ScanEquation) -> InlinedJaxpr | None:
     result of a cheap chain of equations, and not bitwise-observable (the program may
     compare its bits).
     """
-    program = kinds.program
-    consts = {v for v in scan.consts if kinds[v].axis == 0}
-    eqns = [part for eqn in program.eqns for part in _with_cheap_part(eqn, consts)]
-    # An observable variable has no definition here: the slice starts from it.
-    definition = definitions(eqns)
-    for var in bitwise_observable(program):
-        definition.pop(var, None)
-    # Global values are computed once by the server, not by each group in each step.
-    of_groups = {
-        v: e for v, e in definition.items() if kinds[v].partitioned and _may_move(e)
-    }
-    spare = _spare(scan)
-    # A dict, as a set would make the order of operands depend on identities.
-    sunk = {
-        v: None
-        for v in scan.consts
-        if v in consts and v in of_groups and is_cheap(v, of_groups.get, spare)
-    }
-    if not sunk:
+    moved = _Moved(kinds, scan.consts, _spare(scan))
+    if not moved.results:
         return None
-    needed, starts = backward_slice(sunk, of_groups, lambda *_: True)
-    # No start is sunk by a later call, so the calls come to an end: each start is an
-    # argument, a constant, observable, global, or not cheap.
-    moved = (_compat.as_rematerialized(e) for e in eqns if id(e) in needed)
-    fresh, first = copy_equations(moved, starts)
+    fresh, first = moved.copied()
     pairs = list(zip(scan.consts, scan.body_consts, strict=True))
-    names = {inner: fresh[v] for v, inner in pairs if v in sunk}
-    kept = [pair for pair in pairs if pair[0] not in sunk]
+    names = {inner: fresh[v] for v, inner in pairs if v in moved.results}
+    kept = [pair for pair in pairs if pair[0] not in moved.results]
     eqn, body = scan.replace(
-        [*(v for v, _ in kept), *starts],
+        [*(v for v, _ in kept), *moved.starts],
         scan.xs,
-        [*(inner for _, inner in kept), *(fresh[v] for v in starts)],
+        [*(inner for _, inner in kept), *(fresh[v] for v in moved.starts)],
         scan.body_xs,
         first,
         names,
         {},
         list(zip(scan.ys, scan.body_ys, strict=True)),
     )
-    return replace_scans(program, {id(scan.eqn): (eqn, body)})
+    return replace_scans(kinds.program, {id(scan.eqn): (eqn, body)})
+
+
+def _sink_into_branches(kinds: Environment, eqn: Eqn) -> InlinedJaxpr | None:
+    """Move the cheap equations that compute partitioned operands into the branches.
+
+    As `_sink` does for a scan: what a branch reads is then not in memory for all groups
+    at once. None if there is nothing to move.
+    """
+    operands = eqn.invars[1:]
+    moved = _Moved(kinds, operands, 0)
+    if not moved.results:
+        return None
+    kept = [i for i, v in enumerate(operands) if v not in moved.results]
+    branches = []
+    for body in kinds.program.bodies(eqn):
+        fresh, first = moved.copied()
+        names = {
+            own: fresh[v]
+            for v, own in zip(operands, body.invars, strict=True)
+            if v in moved.results
+        }
+        renamed = [(e, with_names(e, names)) for e in body.eqns]
+        outs = substitute(body.outvars, names)
+        new = InlinedJaxpr(
+            [*(body.invars[i] for i in kept), *(fresh[v] for v in moved.starts)],
+            live_equations([*first, *(e for _, e in renamed)], outs),
+            outs,
+            body.consts,
+            with_keys(body.known_bodies, renamed),
+        )
+        new.known_arguments = body.known_arguments
+        branches.append(new)
+    invars = [eqn.invars[0], *(operands[i] for i in kept), *moved.starts]
+    new = without_branches(eqn).replace(invars=invars)
+    return replace_loops(kinds.program, {id(eqn): (new, tuple(branches))})
+
+
+class _Moved:
+    """What to compute in the bodies of a loop or branch instead of before it.
+
+    Attributes:
+      results: The operands that are computed there; {}: none is worth it. A dict, as a
+        set would make the order of operands depend on identities.
+      starts: The variables that are operands instead.
+    """
+
+    def __init__(self, kinds: Environment, operands: Sequence[Var], spare: float):
+        program = kinds.program
+        partitioned = {v for v in operands if kinds[v].axis == 0}
+        eqns = [
+            part for eqn in program.eqns for part in _with_cheap_part(eqn, partitioned)
+        ]
+        # An observable variable has no definition here: the slice starts from it.
+        definition = definitions(eqns)
+        for var in bitwise_observable(program):
+            definition.pop(var, None)
+        # Global values are computed once by the server, not by each group in each step.
+        of_groups = {
+            v: e for v, e in definition.items() if kinds[v].partitioned and _may_move(e)
+        }
+        self.results = {
+            v: None
+            for v in operands
+            if v in partitioned and v in of_groups and is_cheap(v, of_groups.get, spare)
+        }
+        # No start is moved by a later call, so the calls come to an end: each start is
+        # an argument, a constant, observable, global, or not cheap.
+        needed, self.starts = backward_slice(self.results, of_groups, lambda *_: True)
+        self._eqns = [e for e in eqns if id(e) in needed]
+
+    def copied(self) -> tuple[dict[Var, Var], list[Eqn]]:
+        """Copy the equations, with fresh variables for starts and results."""
+        again = map(_compat.as_rematerialized, self._eqns)
+        return copy_equations(again, self.starts)
 
 
 # Work before a loop of T steps may be done in each step instead, if that is at most
@@ -351,22 +385,11 @@ def _with_cheap_part(eqn: Eqn, consts: set[Var]) -> list[Eqn]:
     if _may_move(eqn):
         return [eqn]
     cheap = [
-        var in consts and _may_move(_part(eqn, [var is other for other in eqn.outvars]))
+        var in consts
+        and _may_move(part_of(eqn, [var is other for other in eqn.outvars]))
         for var in eqn.outvars
     ]
-    return [eqn, _part(eqn, cheap)] if any(cheap) else [eqn]
-
-
-def _part(eqn: Eqn, used: list[bool]) -> Eqn:
-    """Return a `map_fn` for some of its results, of which at least one is used.
-
-    Another equation is returned itself.
-    """
-    if eqn.primitive is not map_fn_p or all(used):
-        return eqn
-    _, live = eliminate_dead_code(used, eqn)
-    assert live is not None
-    return live
+    return [eqn, part_of(eqn, cheap)] if any(cheap) else [eqn]
 
 
 def _may_move(eqn: Eqn) -> bool:

@@ -36,11 +36,10 @@ def rematerialize_inside(
 
     None if there are none, or `rewrite` has nothing to rewrite.
     """
-    (inside,) = kinds.loops[eqn].bodies
-    if not any(_is_scan_of_rounds(inside, e) for e in inside.program.eqns):
+    if not has_loops(kinds.loops[eqn].bodies[0]):
         return None
     for other in kinds.program.eqns:
-        if other is eqn or not _is_scan_of_rounds(kinds, other):
+        if other is eqn or other.primitive.name != "scan" or not kinds.is_loop(other):
             continue
         if other.params["length"] == eqn.params["length"]:
             new = _Steps(kinds, eqn, other).rewritten(rewrite)
@@ -49,8 +48,12 @@ def rematerialize_inside(
     return None
 
 
-def _is_scan_of_rounds(kinds: Environment, eqn: Eqn) -> bool:
-    return eqn.primitive.name == "scan" and kinds.is_loop(eqn)
+def has_loops(kinds: Environment) -> bool:
+    """Whether a body has scans or branches whose residuals may be rematerialized."""
+    return any(
+        e.primitive.name in ("scan", "cond") and kinds.is_loop(e)
+        for e in kinds.program.eqns
+    )
 
 
 class _Steps:
@@ -63,52 +66,47 @@ class _Steps:
         self._kinds = [kinds.loops[eqn].bodies[0] for eqn in (forward, backward)]
         first, second = self._kinds
         stacked = dict(zip(self.forward.ys, self.forward.body_ys, strict=True))
+        same = lambda table, x, b: x in table and first[table[x]] == second[b]
         # For each argument of the second body, what it is in the first one.
-        self._read = {
-            b: stacked[x]
-            for x, b in zip(self.backward.xs, self.backward.body_xs, strict=True)
-            if x in stacked and first[stacked[x]] == second[b]
-        }
-        self._kept_xs = [
-            pair
-            for pair in zip(self.backward.xs, self.backward.body_xs, strict=True)
-            if pair[1] not in self._read
+        self._read = dict[Var, Var]()
+        steps = dict(zip(self.forward.xs, self.forward.body_xs, strict=True)) | stacked
+        consts = dict(zip(self.forward.consts, self.forward.body_consts, strict=True))
+        for table, pairs in (
+            (steps, zip(self.backward.xs, self.backward.body_xs, strict=True)),
+            (consts, zip(self.backward.consts, self.backward.body_consts, strict=True)),
+        ):
+            self._read.update((b, table[x]) for x, b in pairs if same(table, x, b))
+        self._reads_stacks = not {*stacked.values()}.isdisjoint(self._read.values())
+        kept = lambda xs, bs: [
+            pair for pair in zip(xs, bs, strict=True) if pair[1] not in self._read
         ]
+        self._kept_xs = kept(self.backward.xs, self.backward.body_xs)
+        self._kept_consts = kept(self.backward.consts, self.backward.body_consts)
         # What else reads stacks of the forward scan.
         others = [e for e in self.program.eqns if e is not backward]
-        used = {*variables(self.program.outvars), *self.backward.consts}
-        used.update(self.backward.carry, (x for x, _ in self._kept_xs))
+        used = {*variables(self.program.outvars), *self.backward.carry}
+        used.update(x for x, _ in (*self._kept_consts, *self._kept_xs))
         used.update(v for e in others for v in variables(e.invars))
         self._kept_ys = [(y, v) for y, v in stacked.items() if y in used]
 
     def rewritten(self, rewrite: Rewrite) -> InlinedJaxpr | None:
         """Rewrite what one step of both scans does; None: nothing is rewritten."""
-        if not self._read:
+        if not self._reads_stacks:
             return None
         together = self._together()
         new = rewrite(together)
         if new is None:
             return None
-        of_second = {v for e in self._second for v in e.outvars}
-        ids = {id(e) for e in self._second}
-        second = [
-            e for e in new.eqns if id(e) in ids or not of_second.isdisjoint(e.outvars)
-        ]
-        ids = set(map(id, second))
-        first = [e for e in new.eqns if id(e) not in ids]
+        first, second = divided(new, self._second)
         outs = new.outvars[len(self.forward.carry) + len(self._kept_ys) :]
-        known = {*of_second, *self.backward.body_consts, *self.backward.body_carry}
-        known.update(b for _, b in self._kept_xs)
-        reads = (*(v for e in second for v in variables(e.invars)), *variables(outs))
-        crossing = [
-            v for v in dict.fromkeys(reads) if v not in known and v not in new.consts
-        ]
-        return self._split(new, first, second, outs, crossing)
+        known = {*self.backward.body_carry, *new.consts}
+        known.update(b for _, b in (*self._kept_consts, *self._kept_xs))
+        return self._split(new, first, second, outs, crossing(second, outs, known))
 
     def _together(self) -> Environment:
         """Make the kinds of the jaxpr that has one step of both scans."""
         (first, second), names = self._kinds, self._read
-        renamed = [(e, _with_names(e, names)) for e in second.program.eqns]
+        renamed = [(e, with_names(e, names)) for e in second.program.eqns]
         self._second = [new for _, new in renamed]
         n_carry = len(self.forward.carry)
         jaxpr = InlinedJaxpr(
@@ -125,7 +123,7 @@ class _Steps:
             {**second.program.consts, **first.program.consts},
             {
                 **first.program.known_bodies,
-                **_with_keys(second.program.known_bodies, renamed),
+                **with_keys(second.program.known_bodies, renamed),
             },
         )
         jaxpr.known_arguments = {
@@ -137,7 +135,7 @@ class _Steps:
             self.kinds.partition,
             [None] * len(jaxpr.invars),
             {**second.cells, **first.cells},
-            {**first.loops, **_with_keys(second.loops, renamed)},
+            {**first.loops, **with_keys(second.loops, renamed)},
         )
 
     def _split(
@@ -162,21 +160,22 @@ class _Steps:
         ys = [*self._kept_ys, *more]
         steps = xs | stacks
         outer_consts = [v for v in crossing if v in consts]
+        of_consts = [consts[v] for v in outer_consts]
         outer_xs = [v for v in crossing if v not in consts]
         fresh = {v: _compat.new_var(v.aval) for v in crossing}
         results = [*forward.body.outvars[:n_carry], *(v for _, v in ys)]
-        renamed = [(e, _with_names(e, fresh)) for e in second]
+        renamed = [(e, with_names(e, fresh)) for e in second]
         bodies = [
             InlinedJaxpr(
                 forward.body.invars,
                 first,
                 results,
-                _used(new.consts, first, results),
+                used_constants(new.consts, first, results),
                 {e: new.known_bodies[e] for e in first if e in new.known_bodies},
             ),
             InlinedJaxpr(
                 [
-                    *backward.body_consts,
+                    *(b for _, b in self._kept_consts),
                     *(fresh[v] for v in outer_consts),
                     *backward.body_carry,
                     *(b for _, b in self._kept_xs),
@@ -184,15 +183,18 @@ class _Steps:
                 ],
                 [e for _, e in renamed],
                 substitute(outs, fresh),
-                _used(new.consts, second, outs),
-                _with_keys(new.known_bodies, renamed),
+                used_constants(new.consts, second, outs),
+                with_keys(new.known_bodies, renamed),
             ),
         ]
         scans = [
             _scan(forward, forward.consts, forward.xs, [y for y, _ in ys]),
             _scan(
                 backward,
-                [*backward.consts, *(consts[v] for v in outer_consts)],
+                [
+                    *(x for x, _ in self._kept_consts),
+                    *of_consts,
+                ],
                 [*(x for x, _ in self._kept_xs), *(steps[v] for v in outer_xs)],
                 backward.ys,
             ),
@@ -217,18 +219,37 @@ def _scan(
     )
 
 
-def _with_names(eqn: Eqn, names: dict[Var, Var]) -> Eqn:
+def divided(new: InlinedJaxpr, second: Sequence[Eqn]) -> tuple[list[Eqn], list[Eqn]]:
+    """Divide the equations of a rewritten jaxpr that had `second` after others."""
+    ids = set(map(id, second))
+    parts: tuple[list[Eqn], list[Eqn]] = [], []
+    for eqn in new.eqns:
+        parts[id(new.replaced.get(eqn, eqn)) in ids].append(eqn)
+    return parts
+
+
+def crossing(
+    second: Iterable[Eqn], outs: Sequence[Atom], known: Iterable[Var]
+) -> list[Var]:
+    """List what equations and results read that neither they nor `known` have."""
+    second = [*second]
+    defined = {*known, *(v for e in second for v in e.outvars)}
+    reads = (*(v for e in second for v in variables(e.invars)), *variables(outs))
+    return [v for v in dict.fromkeys(reads) if v not in defined]
+
+
+def with_names(eqn: Eqn, names: dict[Var, Var]) -> Eqn:
     if names.keys().isdisjoint(variables(eqn.invars)):
         return eqn
     return eqn.replace(invars=substitute(eqn.invars, names))
 
 
-def _with_keys(table: dict[Any, Any], renamed: Iterable[tuple[Eqn, Eqn]]) -> dict:
+def with_keys(table: dict[Any, Any], renamed: Iterable[tuple[Eqn, Eqn]]) -> dict:
     """Look up what a table has for equations, by those that replace them."""
     return {new: table[old] for old, new in renamed if old in table}
 
 
-def _used(
+def used_constants(
     consts: dict[Var, Any], eqns: Iterable[Eqn], outs: Iterable[Atom]
 ) -> dict[Var, Any]:
     used = {*variables(outs), *(v for e in eqns for v in variables(e.invars))}

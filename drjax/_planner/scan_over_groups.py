@@ -25,7 +25,7 @@ from drjax._compat.types import Array, Atom, Eqn, OpenJaxpr, Var
 from drjax._jaxprs.walk import definitions
 from drjax._partition import Partition
 from drjax._planner.bind_blocks import map_groups, reduce_groups
-from drjax._planner.inline import is_rewritten_scan
+from drjax._planner.inline import is_rewritten
 from drjax._planner.moves_between_groups import Rewrite
 from drjax.primitives import reduce_sum_p
 
@@ -44,7 +44,7 @@ def scan_as_map(eqn: Eqn, axes: Sequence[int | None]) -> Rewrite | None:
     # A partitioned constant or carry would bring all groups' slices into each step.
     if not over_groups or any(axis is not None for axis in axes[:first]):
         return None
-    if is_rewritten_scan(eqn):  # its steps communicate
+    if is_rewritten(eqn):  # its steps communicate
         return None
     body = eqn.params["jaxpr"]
     addends = _addends(_compat.open_jaxpr(body), n_consts, n_carry)

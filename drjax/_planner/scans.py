@@ -112,13 +112,22 @@ def replace_scans(
 
     `replaced` has for the `id` of each old scan equation the new one and its body.
     """
-    eqns, bodies = [], {}
-    for eqn in program.eqns:
-        new, body = replaced.get(id(eqn), (eqn, None))
-        eqns.append(new)
-        if body is not None:
-            bodies[new] = (body,)
-    known = {**program.known_bodies, **bodies}
+    bodies = {old: (eqn, (body,)) for old, (eqn, body) in replaced.items()}
+    return replace_loops(program, bodies)
+
+
+def replace_loops(
+    program: InlinedJaxpr, replaced: dict[int, tuple[Eqn, tuple[InlinedJaxpr, ...]]]
+) -> InlinedJaxpr:
+    """Replace loops and branches of an inlined jaxpr, as `replace_scans` does."""
+    eqns = [replaced.get(id(eqn), (eqn,))[0] for eqn in program.eqns]
+    known = {**program.known_bodies, **dict(replaced.values())}
     # The equations that only residuals needed are dead now.
     live = live_equations(eqns, program.outvars)
-    return InlinedJaxpr(program.invars, live, program.outvars, program.consts, known)
+    new = InlinedJaxpr(program.invars, live, program.outvars, program.consts, known)
+    new.replaced = {
+        eqn: old
+        for eqn, old in zip(eqns, program.eqns, strict=True)
+        if id(old) in replaced
+    }
+    return new

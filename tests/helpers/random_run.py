@@ -33,6 +33,7 @@ from drjax._api import max_and_min
 from drjax._planner import (
     build_stages,
     checkpoint_loops,
+    rematerialize_branches,
     rematerialize_loops,
     rematerialize_rounds,
 )
@@ -205,7 +206,12 @@ def choices():
                 slices = pair.body_kinds[var].partitioned
                 yield f"{what}: {'slices' if slices else 'global values'}"
 
-    work = rematerialize_rounds.LocalWork
+    def of_branches(pair, residuals):
+        for i in residuals:
+            slices = pair.kinds[pair.forward.outvars[i]].partitioned
+            yield f"branches: {'slices' if slices else 'global values'}"
+
+    work, branches = rematerialize_rounds.LocalWork, rematerialize_branches.Pair
     checkpointed = lambda pair, _: [f"segments of {pair.segment}"]
     with (
         counted(checkpoint_loops._Pair, "rewritten", checkpointed),
@@ -214,6 +220,8 @@ def choices():
         ),
         counted(work, "_cut", lambda _, states: ["state"] * len(states)),
         counted(rematerialize_loops._ScanPair, "rewritten", of_scans),
+        counted(branches, "worth", of_branches),
+        counted(branches, "rewritten", lambda _, new: ["in branches"] * bool(new)),
         counted(ChunkedStage, "_updated", lambda _, x: ["in place"] * len(x)),
         counted(ChunkedStage, "_unless_idle", lambda *_: ["left out"]),
         counted(segments, "buckets_of_groups", lambda _, x: [f"{x} buckets"]),

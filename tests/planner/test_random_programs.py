@@ -225,10 +225,12 @@ CHOICES = {
     22: ["again: global values"],
     34: ["left out"],
     39: ["one slice"],
+    36: ["branches: slices"],
+    48: ["branches: global values", "in branches"],
 }
 
 
-@pytest.mark.parametrize("number", slowly(CHOICES, 7, 26, 28, 34, 39))
+@pytest.mark.parametrize("number", slowly(CHOICES, 7, 26, 28, 34, 39, 48))
 def test_what_is_saved_and_what_is_done_again(number):
     program = draw(7, number)
     program = dataclasses.replace(

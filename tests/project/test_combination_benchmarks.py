@@ -76,7 +76,8 @@ def test_compilers_still_refuse():
     values[4] = np.nan
     assert refused.largest_of_devices(values) == 7
     assert refused.temporary_bytes(True) > refused.temporary_bytes(False) == 0
-    assert [row[1:3] for row in refused.refused()] == [
+    assert [row[1:3] for row in refused.refused()[:2]] == [
         ["nan", "7.0"],
         ["0 bytes", "80,000 bytes"],
     ]
+    assert refused.bytes_of_branches(True) > 1.2 * refused.bytes_of_branches(False)

@@ -1,7 +1,7 @@
 """What gradients through rounds compute and keep: no more than hand-written loops.
 
 Covers: benchmarks, drjax._planner.rematerialize_rounds,
-drjax._planner.rematerialize_loops.
+drjax._planner.rematerialize_loops, drjax._planner.rematerialize_branches.
 """
 
 import jax
@@ -42,6 +42,19 @@ def test_no_more_work_memory_or_collectives(rows, rounds, task, ours, reference)
     assert row["collectives"] <= baseline["collectives"]
 
 
+@pytest.mark.parametrize("task", residuals.BRANCHES)
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_rounds_in_branches(rows, rounds, task):
+    test_no_more_work_memory_or_collectives(rows, rounds, task, OURS, CHECKPOINTED)
+    row, baseline = rows(rounds)[task, OURS_ALL], rows(rounds)[task, ALL]
+    assert row["passes"] <= 1.01 * baseline["passes"]
+    assert row["collectives"] <= baseline["collectives"]
+    # Compilers keep the order in which a conditional returns residuals, groups first:
+    # those of a round are copied (`benchmarks.refused`).
+    one_round = rows(1)["straight-line rounds", ALL]
+    assert row["temp"] <= 1.05 * baseline["temp"] + one_round["temp"]
+
+
 @pytest.mark.parametrize("ours, reference", [(OURS_ALL, ALL), (OURS, CHECKPOINTED)])
 @pytest.mark.parametrize("task", residuals.SEGMENTED)
 @pytest.mark.parametrize("rounds", [16, 64])
@@ -56,4 +69,4 @@ def test_checkpoints_of_some_rounds(rows, rounds, task, ours, reference):
 
 def test_the_table(rows):
     table = residuals.markdown([*rows(2).values()], N)
-    assert table.count("\n") == 4 + 4 * len(residuals.TASKS)
+    assert table.count("\n") == 4 + 4 * len(residuals.TASKS | residuals.BRANCHES)

@@ -29,7 +29,7 @@ from drjax._planner.implicit_communication import (
 from drjax._planner.inline import (
     CONTROL,
     InlinedJaxpr,
-    is_rewritten_scan,
+    is_rewritten,
     uses_blocks,
 )
 from drjax._planner.partitioning.kind import (
@@ -249,7 +249,7 @@ class Environment:
         if any(axis is not None for axis in self.group_axes(eqn.invars)):
             return True
         # Rematerialization rewrites loops of rounds only.
-        if is_rewritten_scan(eqn):
+        if is_rewritten(eqn):
             return True
         # Each visit of the equation asks this, and its bodies may be large.
         return self.partition is not None and self.program.memoize(
