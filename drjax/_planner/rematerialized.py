@@ -1,11 +1,11 @@
 """What of the body of a loop or a branch can be rematerialized, and if it is worth it.
 
 Input: the kinds of a body, and the values that a derivative needs of it. Output: the
-equations that compute these again, and from what; and of the values those that have
+equations that rematerialize these, and from what; and of the values those that have
 more bytes than what they are computed from.
 
 Invariants: communication, effects and loops are not done again, and no variable is
-computed again whose exact bits the program may compare. Nor is the index of a `cond`: a
+rematerialized whose exact bits the program may compare. Nor is the index of a `cond`: a
 derivative takes the same branch.
 """
 
@@ -61,7 +61,7 @@ class BodyWork:
         return ordered, [v for v in starts if v not in self._body.consts]
 
     def starts(self, roots: Sequence[Var]) -> list[Var]:
-        """Return only the variables from which the roots are computed again."""
+        """Return only the variables from which the roots are rematerialized."""
         return self.backward_slice(roots)[1]
 
     def _is_pure(self, var: Var, eqn: Eqn) -> bool:
