@@ -10,6 +10,7 @@ import importlib
 import os
 import signal
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ import pytest
 
 import drjax
 from drjax.backends import Groups, in_process
+from drjax.engines.ray import dataset_rows
 from drjax.engines.ray.dataset_rows import DatasetRows, _dense
 from tests.engines.ray.conftest import MARKS
 from tests.helpers.raising import raises
@@ -245,6 +247,13 @@ def test_without_a_cpu_for_ray_data(ray, actors, monkeypatch):
     run = drjax.backends.ray.compile(plan_of(), workers=actors)
     check(run, items(ray))  # workers run
     monkeypatch.setattr(actors, "_options", {"num_cpus": 1.5})
-    with pytest.warns(RuntimeWarning, match="Ray Data waits for a CPU to read the"):
-        check(run, items(ray).map_batches(lambda batch: batch))
+    # Not by pytest.warns: threads of Ray Data set the filters of warnings back.
+    warned: list[tuple[str, type]] = []
+    warn = lambda text, kind, **_: warned.append((text, kind))
+    monkeypatch.setattr(dataset_rows, "warnings", SimpleNamespace(warn=warn))
+    check(run, items(ray).map_batches(lambda batch: batch))
+    ((text, kind),) = warned
+    assert kind is RuntimeWarning
+    assert text.startswith("Ray Data waits for a CPU to read the dataset with")
     check(run, items(ray))  # in the store already, which needs none
+    assert len(warned) == 1
