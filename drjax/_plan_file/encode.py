@@ -238,7 +238,8 @@ _KINDS: dict[str, Callable[[Any, Names], Any]] = {
     VALUE: lambda value, names: names([value])[0],
     VALUES: lambda values, names: names(values),
     WIRE: lambda wire, names: [
-        *(wire.dtype, wire.block),
+        wire.dtype,
+        wire.block,
         *[wire.collectives] * (wire.collectives != Wire.collectives),
     ],
     PLAIN: lambda x, names: list(x) if isinstance(x, tuple) else x,

@@ -193,21 +193,20 @@ def add_devices(
     if plain:
         for i, y in zip(plain, psum(layout, *(xs[i] for i in plain)), strict=True):
             results[i] = y
-    for wire, members in gathered.items():
-        add = functools.partial(_add_codes_of_shards, layout, wire)
-        whole = functools.partial(add, ())
-        sums = by_network(layout.axes, whole, add, [xs[i] for i in members])
-        for i, y in zip(members, sums, strict=True):
-            results[i] = y
-    for wire, members in (
-        *encoded.items(),
-        *((None, members) for members in scattered.values()),
+    codes, two, scatter = (
+        (_add_codes_of_shards, _add_codes_of_parts),
+        (_add_encoded_shards, _add_parts),
+        (_scatter_each, _add_parts),
+    )
+    for wire, members, (add, add_parts) in (
+        *((wire, members, codes) for wire, members in gathered.items()),
+        *((wire, members, two) for wire, members in encoded.items()),
+        *((None, members, scatter) for members in scattered.values()),
     ):
         values, divided = [xs[i] for i in members], [axes[i] for i in members]
-        one_way = _scatter_each if wire is None else _add_encoded_shards
-        add = functools.partial(one_way, layout, wire, divided)
-        parts = functools.partial(_add_parts, layout, wire, divided)
-        sums = by_network(layout.axes, add, parts, values)
+        whole = functools.partial(add, layout, wire, divided)
+        parts = functools.partial(add_parts, layout, wire, divided)
+        sums = by_network(layout.axes, whole, parts, values)
         for i, y in zip(members, sums, strict=True):
             results[i] = y
     return results
@@ -280,15 +279,24 @@ def _add_codes(
 
 
 def _add_codes_of_shards(
-    layout: Layout, wire: Wire, inside: tuple[str, ...], *xs: Array
-) -> Sequence[Array]:
+    layout: Layout, wire: Wire, axes: Sequence[None], *xs: Array
+) -> list[Array]:
     """Run `_add_codes` on a device's own shards of what Explicit axes shard."""
-    whole = functools.partial(_add_codes, layout, wire, ())
-    if inside and layout.other_explicit_axes:
-        return divide(whole, inside, xs)
-    if inside:
-        return _add_codes(layout, wire, inside, *xs)
-    return on_own_shards(layout, lambda xs: whole(*xs), list(xs))
+    add = lambda xs: _add_codes(layout, wire, (), *xs)
+    return on_own_shards(layout, add, list(xs))
+
+
+def _add_codes_of_parts(
+    layout: Layout,
+    wire: Wire,
+    axes: Sequence[None],
+    inside: tuple[str, ...],
+    *xs: Array,
+) -> Sequence[Array]:
+    """Run `_add_codes`, of which the devices inside a slice divide what they send."""
+    if layout.other_explicit_axes:
+        return divide(functools.partial(_add_codes, layout, wire, ()), inside, xs)
+    return _add_codes(layout, wire, inside, *xs)
 
 
 def _add_parts(
