@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Set
 from typing import TYPE_CHECKING, Any
 
-from drjax._plan.steps import Exchange, Stage
+from drjax._plan.steps import Exchange, Stage, Step
 from drjax._plan.value import Value
 
 if TYPE_CHECKING:
@@ -22,6 +22,12 @@ def reads(plan: "Plan") -> Iterator[tuple[int, Value]]:
     for position, step in enumerate(plan.steps):
         yield from ((position, value) for value in step.inputs)
     yield from ((len(plan.steps), value) for value in plan.outputs)
+
+
+def readers(plan: "Plan", value: Value) -> list[Step | None]:
+    """The steps that read a value, in their order; None: the plan returns it."""
+    steps = [*plan.steps, None]
+    return [steps[position] for position, read in reads(plan) if read == value]
 
 
 def last_reads(plan: "Plan") -> dict[str, int]:

@@ -30,14 +30,12 @@ def coordinate_axes(plan: Plan, value: Value) -> int:
     0 if anything else reads it.
     """
     axes = 0
-    for position, read in uses.reads(plan):
-        if read == value:
-            reader = plan.steps[position] if position < len(plan.steps) else None
-            if not isinstance(reader, Columns):
-                return 0
-            (body,) = reader.bodies
-            column = body.inputs[reader.inputs.index(value)]
-            axes = len(value.shape) - len(column.shape)
+    for reader in uses.readers(plan, value):
+        if not isinstance(reader, Columns):
+            return 0
+        (body,) = reader.bodies
+        column = body.inputs[reader.inputs.index(value)]
+        axes = len(value.shape) - len(column.shape)
     return axes
 
 

@@ -109,15 +109,11 @@ def only_for_folds(plan: Plan, value: Value) -> bool:
     Then no gather is needed: `run_with_folds` leaves the states on their devices. False
     if no stage reads it, or if the plan returns it, or anything else reads it.
     """
-    readers: list[Stage] = []
-    for position, read in uses.reads(plan):
-        if read != value:
-            continue
-        reader = plan.steps[position] if position < len(plan.steps) else None
-        if not isinstance(reader, Stage) or reader.local:
-            return False
-        readers.append(reader)
-    return bool(readers) and all(_only_folded(stage, value) for stage in readers)
+    readers = uses.readers(plan, value)
+    return bool(readers) and all(
+        isinstance(step, Stage) and not step.local and _only_folded(step, value)
+        for step in readers
+    )
 
 
 def folded_slices(plan: Plan) -> frozenset[str]:
