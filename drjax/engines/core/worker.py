@@ -115,7 +115,7 @@ class LoadedPlan:
                 outs = stage.run_block(block, shared, task.size, task.full)
                 error = None
             except Exception as caught:
-                if not stage.alone:
+                if stage.spans_processes:
                     raise
                 outs, error = None, caught
             if outs and not (task.check_nans and outs.has_nan(stage, block)):
@@ -217,8 +217,8 @@ class CompiledStage:
       states: How many outputs after these are leaves of folded states. The outputs
         after them are slices.
       read: Copies an output to the host.
-      alone: Whether no other process works on the same groups. Others may go on when
-        this one fails, and would never come to where it tries the groups one by one.
+      spans_processes: Whether other processes work on the same groups. They may go on
+        when this one fails, and never come to where it tries the groups one by one.
       encoded: For each of `reduces` whether its partial reductions are encoded.
     """
 
@@ -229,7 +229,7 @@ class CompiledStage:
         self._encoded_sources = {reduce.source.name for reduce in sources}
         self._fitting: dict[tuple[int, int], int] = {}
         self.read = read_whole if stage.mesh else np.asarray
-        self.alone = not (stage.mesh and spans_processes())
+        self.spans_processes = bool(stage.mesh) and spans_processes()
         self._alone = set[int]()  # for how many groups `batched` is compiled
 
     @functools.cached_property
@@ -525,7 +525,7 @@ def _failures(
         try:
             outs = list(map(stage.read, stage.per_group(*args)))
         except Exception as error:
-            if not stage.alone:
+            if stage.spans_processes:
                 raise
             failures[group] = f"{type(error).__name__}: {error}"
             continue

@@ -140,20 +140,17 @@ def compile(
         return Runner(plan, workers, checked, owner=False, keep=keep)
     if devices_per_group is None:
         devices_per_group = devices_of(plan.group_mesh)
-    elif devices_per_group != 1 and not plan.group_mesh:
-        checked_integer("devices_per_group", devices_per_group, 1)
-        raise DrjaxValueError(
-            f"{plan.name} runs each group on one device, got devices_per_group="
-            f"{devices_per_group}. Shard the work of a group over a mesh, and plan it "
-            "by drjax.make_plan(..., group_mesh=)."
-        )
-    if processes_per_group != 1 and not plan.group_mesh:
-        checked_integer("processes_per_group", processes_per_group, 1)
-        raise DrjaxValueError(
-            f"{plan.name} runs each group on one device, got processes_per_group="
-            f"{processes_per_group}. Shard the work of a group over a mesh, and plan "
-            "it by drjax.make_plan(..., group_mesh=)."
-        )
+    for name, count in (
+        ("devices_per_group", devices_per_group),
+        ("processes_per_group", processes_per_group),
+    ):
+        if count != 1 and not plan.group_mesh:
+            checked_integer(name, count, 1)
+            raise DrjaxValueError(
+                f"{plan.name} runs each group on one device, got {name}={count}. Shard "
+                "the work of a group over a mesh, and plan it by "
+                "drjax.make_plan(..., group_mesh=)."
+            )
     actors = Actors(
         workers, address, ray_options, devices_per_group, processes_per_group
     )
