@@ -160,7 +160,6 @@ class _Steps:
         ys = [*self._kept_ys, *more]
         steps = xs | stacks
         outer_consts = [v for v in crossing if v in consts]
-        of_consts = [consts[v] for v in outer_consts]
         outer_xs = [v for v in crossing if v not in consts]
         fresh = {v: _compat.new_var(v.aval) for v in crossing}
         results = [*forward.body.outvars[:n_carry], *(v for _, v in ys)]
@@ -193,7 +192,7 @@ class _Steps:
                 backward,
                 [
                     *(x for x, _ in self._kept_consts),
-                    *of_consts,
+                    *(consts[v] for v in outer_consts),
                 ],
                 [*(x for x, _ in self._kept_xs), *(steps[v] for v in outer_xs)],
                 backward.ys,

@@ -116,10 +116,9 @@ def _slices_of(devices: np.ndarray) -> np.ndarray:
     pays there, too, those of one process are taken for one.
     """
     known = {getattr(x, "slice_index", None) for x in devices.flat}
-    of_processes = None in known
-    if len(known) == 1 and devices.flat[0].platform == "gpu":
-        of_processes = True
-    index = operator.attrgetter("process_index" if of_processes else "slice_index")
+    by_process = None in known
+    by_process |= len(known) == 1 and devices.flat[0].platform == "gpu"
+    index = operator.attrgetter("process_index" if by_process else "slice_index")
     return np.vectorize(index, otypes=[object])(devices)
 
 

@@ -396,6 +396,7 @@ def _read(
     """
     schedule = Schedule(module)
     on_mesh = bool(mesh) and places.size == math.prod(mesh.values())
+    slices = np.asarray(slice_of if len(slice_of) == places.size else [0] * places.size)
     for running, links in _links(module):
         x, kind = running.instruction, _kind(running) or ""
         between = _transfer_type(x) is not None
@@ -409,9 +410,7 @@ def _read(
         if on_mesh:
             positions = [places[index] for index in on_places]
             axes = axes_of(positions, kind in _PAIRWISE, mesh)
-            if len(slice_of) == places.size:
-                slices = np.asarray(slice_of)
-                between |= any(len({*slices[x].flat}) > 1 for x in positions)
+            between |= any(len({*slices[x].flat}) > 1 for x in positions)
         size = _whole_bytes(x, kind, members)
         under_way = schedule.under_way(links)
         loops = [y for y in under_way or () if y.opcode == "while"]
