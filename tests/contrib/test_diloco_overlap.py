@@ -90,10 +90,15 @@ def trip_counts(sent: list[Collective]) -> list[list[int | None]]:
     return [[loop.trip_count for loop in x.hidden_by] for x in sent]
 
 
-@pytest.mark.parametrize("jit", JITS)
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("axis", ["model", "data"])
-@pytest.mark.parametrize("slices", [2, 4, 8])
+def in_every_cell(test):
+    """Parametrize by what the exchanges are between, of what, and compiled by."""
+    cells = dict(jit=JITS, wire=WIRES, axis=["model", "data"], slices=[2, 4, 8])
+    for name, values in reversed(cells.items()):
+        test = pytest.mark.parametrize(name, values)(test)
+    return test
+
+
+@in_every_cell
 def test_every_exchange_is_hidden(slices, axis, wire, jit):
     sent = exchanges(2, 5, JITS[jit], slices, axis, wire=wire)
     assert {x.asynchronous for x in sent} == {True}
@@ -111,10 +116,7 @@ def test_every_exchange_is_hidden(slices, axis, wire, jit):
     assert all(x.hidden_flops for x in sent)
 
 
-@pytest.mark.parametrize("jit", JITS)
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("axis", ["model", "data"])
-@pytest.mark.parametrize("slices", [2, 4, 8])
+@in_every_cell
 def test_one_step_hides_every_exchange(slices, axis, wire, jit):
     """One collective for each fragment, also of numbers in few bits."""
     sent = exchanges(2, 1, JITS[jit], slices, axis, wire=wire)

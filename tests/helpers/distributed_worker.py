@@ -34,13 +34,18 @@ def local_sgd_round(params, inputs, targets):
     return jax.tree.map(jnp.add, params, mean), drjax.reduce_mean(losses)
 
 
-def main(process: int, processes: int, port: int, devices: int, output: str):
+def start(process: int, processes: int, port: int, devices: int):
+    """Start JAX as one of some processes on this machine, if there are several."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
     if processes > 1:
         jax.distributed.initialize(
             f"127.0.0.1:{port}", processes, process, initialization_timeout=60
         )
+
+
+def main(process: int, processes: int, port: int, devices: int, output: str):
+    start(process, processes, port, devices)
     assert jax.device_count() == processes * devices
     rng = np.random.default_rng(0)
     params = {

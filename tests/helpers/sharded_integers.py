@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import drjax
 from drjax._sharding import group_mesh
 from drjax.backends import in_process
+from tests.helpers.distributed_worker import start
 from tests.helpers.dying_driver import later
 
 N = 6
@@ -65,12 +66,8 @@ def equal(results, others):
 
 
 def main(process: int, processes: int, port: int, devices: int, output: str):
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", devices)
+    start(process, processes, port, devices)
     if processes > 1:
-        jax.distributed.initialize(
-            f"127.0.0.1:{port}", processes, process, initialization_timeout=60
-        )
         group_mesh.span_processes()
     w, state, x, steps = integers()
     x[2] = np.nan
