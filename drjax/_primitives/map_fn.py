@@ -588,12 +588,12 @@ def _on_traced_meshes(
     """Cast what a function takes to the meshes of its types, and its results back.
 
     Where JAX itself makes Explicit axes Auto, as `jax.random.gamma` does, residuals are
-    on that mesh.
+    on that mesh. A literal that JAX saves as a residual is on no mesh, and fits any.
     """
 
     def cast(x: Array, mesh: jax.sharding.AbstractMesh) -> Array:
         sharding = _compat.typeof(x).sharding
-        if sharding.mesh == mesh:
+        if mesh.empty or sharding.mesh == mesh:
             return x
         with jax.sharding.use_abstract_mesh(mesh):
             return jax.sharding.reshard(x, sharding.update(mesh=mesh))

@@ -103,6 +103,24 @@ def test_values_and_derivatives(mesh, options, reduction):
                 assert_near(result, want, error if name == "value" else 1e-6)
 
 
+def test_literals_that_another_mesh_has_saved():
+    # JAX shares what it linearizes: scalars of a gradient are on no mesh then.
+    n, make = MESHES["explicit other axis"]
+    x, program = tree(n), drjax.program(clients=n)
+
+    def gradient(reduce, **options):
+        def loss(x):
+            leaves = jax.tree.leaves(reduce(x, **options))
+            return sum(jnp.sum(y * np.ones(y.shape)) for y in leaves)
+
+        return jax.jit(jax.grad(program(loss)))(x)
+
+    gradient(REDUCTIONS["masked"])
+    with in_mesh(make()):
+        sums = gradient(REDUCTIONS["sum"], wire="bfloat16")
+    assert_near(sums, jax.tree.map(np.ones_like, x), 1e-6)
+
+
 def test_results_are_laid_over_the_devices():
     n, x = 16, tree(16)
     total = drjax.program(clients=n)(lambda x: drjax.reduce_sum(x, result="sharded"))
