@@ -137,6 +137,26 @@ def _argmax(x):
     return lax.pmin(attained.min(0), _AXIS)
 
 
+@jax.custom_vjp
+def _maximum(x):
+    return _largest(x.max(0))
+
+
+def _maximum_and_residuals(x):
+    largest = _maximum(x)
+    less = x < lax.pcast(largest, _AXIS, to="varying")[None]
+    attained = lax.psum(jnp.where(less, 0.0, 1.0).sum(0), _AXIS)
+    return largest, (less, jnp.where(jnp.isnan(largest), largest, 1 / attained))
+
+
+def _maximum_transposed(residuals, ct):
+    less, share = residuals
+    return (jnp.where(less, 0, lax.pcast(share * ct, _AXIS, to="varying")[None]),)
+
+
+_maximum.defvjp(_maximum_and_residuals, _maximum_transposed)
+
+
 def _largest_of_segments(x):
     return _largest(jax.ops.segment_max(x, _own(_by_many()), _MANY))
 
@@ -201,7 +221,8 @@ def _constrained(x, spec: P):
 
 
 _median = functools.partial(jnp.median, axis=0)
-_gram = lambda x: x @ x.T
+# Products of float32 numbers, as `jnp.outer` has; TPUs multiply in bfloat16 otherwise.
+_gram = lambda x: jnp.matmul(x, x.T, precision="highest")
 _by_three = lambda: jnp.arange(N) % 3
 _MANY = 100
 _by_many = lambda: jnp.arange(N) * 7 % _MANY
@@ -267,6 +288,11 @@ TASKS: dict[str, tuple[Callable, Callable, Callable]] = {
         drjax.reduce_argmax,
         _sharded(_argmax, P()),
         lambda x: jnp.argmax(x, axis=0),
+    ),
+    "gradient of a maximum": (
+        jax.grad(_program(lambda x: jnp.sin(drjax.reduce_max(x)).sum())),
+        jax.grad(lambda x: jnp.sin(_sharded(_maximum, P())(x)).sum()),
+        jax.grad(lambda x: jnp.sin(x.max(0)).sum()),
     ),
     "slice of one group": (
         lambda x: drjax.select(x, _traced_index()[0]),

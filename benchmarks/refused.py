@@ -83,6 +83,28 @@ def bytes_of_branches(groups_first: bool) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+def bytes_of_levels(with_axis: bool) -> int:
+    """Temporary ones of a gradient on `[pods, groups, d]`, on 2 x 4 devices.
+
+    A device computes with its `[1, 4, d]`, or with the `[4, d]` in it.
+    """
+    names = ("pods", "groups")
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, _DEVICES // 2), names, axis_types=auto)
+
+    def away_from_mean(x: jax.Array) -> jax.Array:
+        x = x if with_axis else x[0]
+        mean = lax.psum(x.sum(-2, keepdims=True), "groups")
+        return lax.psum(jnp.tanh(x - mean).sum(range(x.ndim - 1)), names)
+
+    of_devices = jax.shard_map(
+        away_from_mean, mesh=mesh, in_specs=P(*names), out_specs=P()
+    )
+    x = jax.ShapeDtypeStruct((2, 16, _NUMBERS), jnp.float32)
+    compiled: Any = jax.jit(jax.grad(lambda x: jnp.sum(of_devices(x) ** 2))).lower(x)
+    return compiled.compile().memory_analysis().temp_size_in_bytes
+
+
 def refused() -> list[list[str]]:
     """What each program asks for, what it gets, and what that costs."""
     values = np.arange(_DEVICES, dtype=np.float32)
@@ -98,13 +120,20 @@ def refused() -> list[list[str]]:
             f"bits of {_NUMBERS:,} floats in the memory of these",
             f"{temporary_bytes(False):,} bytes",
             f"{temporary_bytes(True):,} bytes",
-            "one more array, where a maximum is what the program returns",
+            "one more array, where a maximum, or a take of groups, is what the program "
+            "returns",
         ],
         [
             "results of a conditional in the order in which they are computed",
             f"{bytes_of_branches(False):,} bytes",
             f"{bytes_of_branches(True):,} bytes",
             "one more copy of a round's residuals, where rounds are in branches",
+        ],
+        [
+            "a result `[1, 4, d]` in the memory of a `[4, d]`",
+            f"{bytes_of_levels(True):,} bytes",
+            f"{bytes_of_levels(False):,} bytes",
+            "one more array `[d]`, in gradients of programs on two levels",
         ],
     ]
 

@@ -6,10 +6,10 @@ groups, `[*s]`, in the same dtype.
 The JVP is a composition of the other primitives, so that a derivative is again a
 MapReduce program. With y = max_i x_i and ties shared equally, as in `jnp.max`:
 
-    dy = sum_i w_i * dx_i,   w_i = [x_i = y] / #{j : x_j = y}
+    dy = (sum_i [x_i = y] dx_i) / #{j : x_j = y}
 
-It is linear in dx, so its transpose is that of the other primitives,
-ct_x_i = w_i * ct_y: a broadcast of ct_y and a map.
+It is linear in dx, so its transpose is that of the other primitives: a broadcast of
+ct_y / #{j : x_j = y}, and a map that selects. A group saves bools, not numbers.
 
 Invariants: NaN wins on each device and across devices; padding is neutral.
 Sharp edges: the comparison x_i = y needs bitwise the x_i that the extremum was taken
@@ -201,12 +201,20 @@ def _limit(dtype: DTypeLike, infinity: float, side: str) -> Any:
     return getattr(jnp.finfo(dtype), side)  # some 8-bit floats have no infinities
 
 
-def _is_extremum(x: Array, y: Array) -> Array:
-    """Mark by 1, else 0, where a group's slice attains the extremum over the groups."""
-    return jnp.where(x == y, 1, 0).astype(x.dtype)
+# A slice attains the extremum unless it is less, or greater: NaN is attained by all.
+def _ones_unless(away: Array, x: Array) -> Array:
+    """Mark by 1, else 0, where a slice of `x` attains the extremum."""
+    return jnp.where(away, jnp.zeros((), x.dtype), jnp.ones((), x.dtype))
 
 
-def _jvp_rule(primitive: Primitive) -> Callable:
+def _unless(away: Array, dx: Array) -> Array:
+    """Keep a tangent where a slice attains the extremum; it is 0 elsewhere."""
+    return jnp.where(away, 0, dx)
+
+
+def _jvp_rule(
+    primitive: Primitive, compare: Callable[[Array, Array], Array]
+) -> Callable:
     """Make the JVP rule of `reduce_max_p` or `reduce_min_p`.
 
     The tangent of the extremum is, elementwise, the mean of the tangents of the groups
@@ -228,14 +236,13 @@ def _jvp_rule(primitive: Primitive) -> Callable:
         y = primitive.bind(x, **params)
         if not jnp.issubdtype(x.dtype, jnp.inexact):  # a loop's integers have tangents
             return y, _compat.Zero(_compat.typeof(y).to_tangent_aval())
-        hit = map_slices(_is_extremum, x, broadcast_p.bind(y, **params), **params)
-        # At least 1: some group attains the extremum, unless it is NaN.
-        count = reduce_sum_p.bind(hit, **params)
-        share = broadcast_p.bind(lax.reciprocal(count), **params)
-        # A reciprocal per partition and a product per group, not a division per group.
-        weight = map_slices(lax.mul, hit, share, **params)
-        dy = reduce_sum_p.bind(map_slices(lax.mul, dx, weight, **params), **params)
-        return y, dy
+        away = map_slices(compare, x, broadcast_p.bind(y, **params), **params)
+        ones = map_slices(_ones_unless, away, x, **params)
+        # At least 1: some group attains the extremum. Where it is NaN, so is `share`.
+        share = lax.reciprocal(reduce_sum_p.bind(ones, **params))
+        share = jnp.where(y == y, share, y)
+        own = map_slices(_unless, away, dx, **params)
+        return y, reduce_sum_p.bind(own, **params) * share
 
     return jvp
 
@@ -282,5 +289,7 @@ for _primitive, _reduce, _identity, _largest in (
         _primitive, partial_reduction.Merging(_local, _across, _ufunc, _identity)
     )
     _primitive.def_abstract_eval(_abstract_eval)
-    ad.primitive_jvps[_primitive] = _jvp_rule(_primitive)
+    ad.primitive_jvps[_primitive] = _jvp_rule(
+        _primitive, lax.lt if _largest else lax.gt
+    )
     registration.register_batching(_primitive, -1, group_axis_in=True)
