@@ -108,7 +108,8 @@ def _slow(session: nox.Session, marks: str) -> None:
 def ray(session: nox.Session) -> None:
     """The tests of Ray, without Flower's simulation, which needs an older one."""
     session.install("-q", "-e", ".[tests,ray]")
-    _engine(session, "ray", *session.posargs)
+    # They wait for processes more than they work: two files at a time.
+    _engine(session, "ray", "-n", "2", "--dist", "loadfile", *session.posargs)
 
 
 @nox.session

@@ -4,12 +4,17 @@ What the modules of tests share; `MARKS` are their marks.
 """
 
 import importlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from drjax.backends import ray
+
+# Processes of pytest do not see the clusters of each other.
+if "RAY_TMPDIR" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["RAY_TMPDIR"] += f"/{os.environ['PYTEST_XDIST_WORKER']}"
 
 MARKS = [
     pytest.mark.engines,
