@@ -345,8 +345,9 @@ def measure(
     rounds: tuple[int, ...],
     many: tuple[int, ...] = (),
     show_progress: bool = True,
+    only: str | None = None,
 ) -> list[dict]:
-    """Compile all tasks, each for n groups and for each number of rounds.
+    """Compile all tasks, or one, for n groups and for each number of rounds.
 
     With `many` rounds, checkpoints are of some rounds.
 
@@ -359,6 +360,7 @@ def measure(
     rows = []
     tasks = [(*item, rounds) for item in (TASKS | BRANCHES).items()]
     tasks += [(*item, many) for item in SEGMENTED.items()]
+    tasks = [task for task in tasks if only in (None, task[0])]
     with jax.set_mesh(mesh):
         for name, task, numbers in tqdm(tasks, disable=not show_progress):
             args = _types(mesh, n, task.with_state)
