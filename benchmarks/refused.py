@@ -2,11 +2,11 @@
 
     python -m benchmarks.refused
 
-Each is a reason why a count of `benchmarks.combinations` or `benchmarks.residuals`
-cannot be that of a shorter program. For the first two, both versions of drjax and the
-best hand-written code pay; what a conditional returns is in the best order only in
-hand-written code. Of 8 devices of the CPU;
-`tests/project/test_combination_benchmarks.py` fails when one is not refused any more.
+Each is a reason why a count of `benchmarks.combinations`, `benchmarks.residuals` or
+`benchmarks.chosen` is not that of a shorter program. For maxima the best hand-written
+code pays, too; where numbers are tested, or their bits moved, it does without both. Of
+8 devices of the CPU; `tests/project/test_combination_benchmarks.py` fails when one is
+not refused any more.
 """
 
 import math
@@ -46,6 +46,17 @@ def temporary_bytes(as_integers: bool) -> int:
 
     x = jax.ShapeDtypeStruct((_NUMBERS,), jnp.float32)
     compiled: Any = jax.jit(sort_twice).lower(x).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def bytes_of_test(of_bools: bool) -> int:
+    """Temporary ones of a reduction of bools, or of floats, that floats give."""
+
+    def test(x: jax.Array) -> jax.Array:
+        return jnp.all(jnp.isfinite(x)) if of_bools else jnp.sum(jnp.sin(x))
+
+    x = jax.ShapeDtypeStruct((_NUMBERS,), jnp.float32)
+    compiled: Any = jax.jit(test).lower(x).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 
@@ -122,6 +133,12 @@ def refused() -> list[list[str]]:
             f"{temporary_bytes(True):,} bytes",
             "one more array, where a maximum, or a take of groups, is what the program "
             "returns",
+        ],
+        [
+            f"whether {_NUMBERS:,} floats are finite, without an array of bools",
+            f"{bytes_of_test(False):,} bytes",
+            f"{bytes_of_test(True):,} bytes",
+            "two arrays of bools, where a mask leaves groups out of a gradient",
         ],
         [
             "results of a conditional in the order in which they are computed",
