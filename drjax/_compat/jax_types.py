@@ -32,6 +32,7 @@ MERGED = not hasattr(core, "ClosedJaxpr")  # Jaxpr and ClosedJaxpr are one class
 Jaxpr: Any = getattr(core, "ClosedJaxpr", core.Jaxpr)
 JAXPR_TYPES = (core.Jaxpr, Jaxpr)
 ShapedArray = core.ShapedArray
+Variable: Any = core.Var  # which `types.Var` is to type checkers
 ShardingTypeError = core.ShardingTypeError
 JaxprTrace = pe.JaxprTrace
 UndefinedPrimal = ad.UndefinedPrimal

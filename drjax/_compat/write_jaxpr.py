@@ -76,10 +76,12 @@ class Writer:
         self._checked, self._eqns = _Checked(), list[Eqn]()
         if config.eager_constant_folding.value:
             raise NotWritten
-        avals = {t: ShapedArray(*t) for t in dict.fromkeys(types)}
-        if not all(map(self._checked.is_plain, avals.values())):
+        # By shape and dtype one object, as equal types are then the same.
+        self._types = {t: ShapedArray(*t) for t in dict.fromkeys(types)}
+        if not all(map(self._checked.is_plain, self._types.values())):
             raise NotWritten
-        self.args = [core.Var(avals[t]) for t in types]
+        self.args = [core.Var(self._types[t]) for t in types]
+        self._slices = dict[tuple[int, int | None], tuple[Aval, Aval]]()
 
     def jaxpr(self, jaxpr: ClosedJaxpr, operands: Sequence[Atom]) -> list[Atom]:
         """Write the equations of a jaxpr, and return what its results are here."""
@@ -98,22 +100,42 @@ class Writer:
         return [*map(read, raw.outvars)]
 
     def pointwise(
-        self, eqn: Eqn, operands: Sequence[Atom], shape: tuple[int, ...], params: Params
+        self, eqn: Eqn, operands: Sequence[Atom], axis: int | None, params: Params
     ) -> list[Atom]:
-        """Write a pointwise equation of one result, of operands of a shape or scalars.
+        """Write a pointwise equation of one result, of slices along an axis or scalars.
 
         Dtypes are those of its operands; they decide that of the result.
         """
+        whole: Any = eqn.outvars[0].aval
+        out = self._slice(whole, axis)
+        for x in operands:
+            if x.aval is not out:
+                break
+        else:
+            return self._write(eqn, operands, [out], params)
+        shape = out.shape
         avals: list[Any] = []
         for x, v in zip(operands, eqn.invars, strict=True):
             constant = type(x) is core.Literal
             if constant and x is not v and x.aval != v.aval:
                 raise NotWritten
             avals.append(None if constant else x.aval)
-        out = pointwise_result(eqn, avals, shape, self._checked.is_plain)
-        if out is None:
+        if pointwise_result(eqn, avals, shape, self._checked.is_plain) is None:
             raise NotWritten
         return self._write(eqn, operands, [out], params)
+
+    def _slice(self, whole: Aval, axis: int | None) -> Aval:
+        """Return the type of a slice along an axis, one object for equal types."""
+        key = id(whole), axis
+        if key not in self._slices:
+            if whole.weak_type:
+                raise NotWritten
+            shape = tuple(n for i, n in enumerate(whole.shape) if i != axis)
+            kind = shape, whole.dtype
+            aval = self._types.get(kind) or ShapedArray(*kind)
+            # The whole is kept, so that no other has its id.
+            self._slices[key] = self._types.setdefault(kind, aval), whole
+        return self._slices[key][0]
 
     def closed(self, results: Sequence[Atom]) -> ClosedJaxpr:
         """Return the jaxpr that computes these results."""

@@ -34,6 +34,12 @@ class Value(Record):
     nbytes: int
     axis: int = 0
 
+    def named(self, name: str) -> "Value":
+        """Return another value of the same type, a copy that needs no check."""
+        new = object.__new__(Value)
+        new.__dict__.update(self.__dict__, name=name)
+        return new
+
     @property
     def partitioned(self) -> bool:
         """Whether it has a slice for each group; if not, it is a global value."""

@@ -54,8 +54,12 @@ from drjax._jaxprs.walk import (
 from drjax._partition import Partition
 from drjax._planner.fences import as_fence
 from drjax._planner.gathered_columns import columns_by_gather, columns_p
-from drjax._planner.rotations import recognize_rotations
-from drjax._planner.unbatching.own_index import KnownIntegers, share_batch_dimensions
+from drjax._planner.rotations import JOINS, recognize_rotations
+from drjax._planner.unbatching.own_index import (
+    INDEXING,
+    KnownIntegers,
+    share_batch_dimensions,
+)
 from drjax._primitives.fold_groups import folds_by_gather
 from drjax._primitives.moves import partitions_of
 from drjax._primitives.registration import BLOCKS
@@ -70,6 +74,9 @@ CONTROL = {
     "cond": ("branches",),
     "program": (),  # of `side_by_side`
 }
+
+# Equations whose operands have to be variables, by primitive.
+_OF_VARIABLES = {*CONTROL, primitives.reduce_fold_p.name, columns_p.name}
 
 _MISSING: Any = object()
 
@@ -231,21 +238,30 @@ def inline_calls(
     consts = dict(zip(jaxpr.constvars, _compat.jaxpr_consts(closed), strict=True))
     eqns: list[Any] = []
     outvars = _inline(jaxpr, jaxpr.invars, eqns, consts, call)
-    eqns, outvars = _share_gathers(live_equations(eqns, outvars), outvars)
-    eqns = recognize_rotations(eqns)
+    eqns = live_equations(eqns, outvars)
+    # Most programs have few primitives, and passes are for a few of all.
+    names = {eqn.primitive.name for eqn in eqns}
+    if primitives.gather_p.name in names:
+        eqns, outvars = _share_gathers(eqns, outvars)
+    moves = not names.isdisjoint(JOINS)
+    if moves:
+        eqns = recognize_rotations(eqns)
     eqns = _fold_constants(eqns, consts)
-    # After folding: it evaluates the indices that depend on constants only.
     arguments = {jaxpr.invars[i]: value for i, value in (known or {}).items()}
-    eqns = share_batch_dimensions(eqns, ChainMap(consts, arguments))
+    indexes = not names.isdisjoint(INDEXING)
+    if indexes:
+        # After folding: it evaluates the indices that depend on constants only.
+        eqns = share_batch_dimensions(eqns, ChainMap(consts, arguments))
     # Inference raises variables only, and a plan has values for variables only.
-    for i, eqn in enumerate(eqns):
-        planned = eqn.primitive in (primitives.reduce_fold_p, columns_p)
-        if eqn.primitive.name in CONTROL or planned:
-            eqns[i] = eqn.replace(invars=[_variable(v, consts) for v in eqn.invars])
+    if not names.isdisjoint(_OF_VARIABLES):
+        for i, eqn in enumerate(eqns):
+            if eqn.primitive.name in _OF_VARIABLES:
+                eqns[i] = eqn.replace(invars=[_variable(v, consts) for v in eqn.invars])
     outvars = [_variable(v, consts) for v in outvars]
-    # Columns of indices that batch dimensions have replaced are dead now.
-    live = live_equations(eqns, outvars)
-    inlined = InlinedJaxpr(list(jaxpr.invars), live, outvars, consts)
+    if moves or indexes:
+        # Parts of a roll are dead now, and columns that batch dimensions replace.
+        eqns = live_equations(eqns, outvars)
+    inlined = InlinedJaxpr(list(jaxpr.invars), eqns, outvars, consts)
     inlined.known_arguments = arguments
     return inlined
 

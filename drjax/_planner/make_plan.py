@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from drjax import _compat
-from drjax._compat.types import ClosedJaxpr, Eqn, PyTree, PyTreeDef
+from drjax._compat.types import Atom, ClosedJaxpr, Eqn, PyTree, PyTreeDef
 from drjax._context import group_mesh, planned
 from drjax._error_texts import called_in_two_steps, misplaced
 from drjax._errors import DrjaxError, DrjaxTypeError, PlanError
@@ -416,7 +416,7 @@ def find_partitions(program: InlinedJaxpr) -> list[Partition]:
         # Building blocks, the only equations that name a partition.
         if eqn.primitive in BLOCKS:
             operand, result = partitions_of(eqn)
-            if operand == result:
+            if operand is result or operand == result:
                 partitions.setdefault(operand, eqn)
             else:
                 resizing.setdefault((operand, result), eqn)
@@ -424,7 +424,7 @@ def find_partitions(program: InlinedJaxpr) -> list[Partition]:
         if eqn.primitive.name in ELEMENTWISE:
             continue
         # A mutable array is shared by reference; stages run in different processes.
-        if any(hasattr(v.aval, "inner_aval") for v in (*eqn.invars, *eqn.outvars)):
+        if _has_mutable(eqn.invars) or _has_mutable(eqn.outvars):
             raise PlanError(
                 f"{eqn.primitive.name} at {source_line(eqn)} works on a "
                 "mutable array (jax.new_ref), which cannot pass from stage to stage of "
@@ -454,6 +454,14 @@ def find_partitions(program: InlinedJaxpr) -> list[Partition]:
         if not partitions.keys() & {*pair}:
             partitions.setdefault(min(pair, key=lambda p: p.size), eqn)
     return [*partitions]
+
+
+def _has_mutable(atoms: Sequence[Atom]) -> bool:
+    """Whether one of some variables is a mutable array."""
+    for atom in atoms:
+        if hasattr(atom.aval, "inner_aval"):
+            return True
+    return False
 
 
 # Primitives that name devices, or a layout on them.

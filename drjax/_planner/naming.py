@@ -17,6 +17,7 @@ from drjax import primitives
 from drjax._compat.jax_types import Literal, Primitive
 from drjax._compat.types import Atom, Eqn, PyTree, PyTreeDef, Var
 from drjax._context import OF_LIBRARY
+from drjax._jaxprs.elementwise import ELEMENTWISE
 from drjax._planner.gathered_columns import columns_p
 from drjax._planner.inline import CONTROL
 from drjax._primitives.reduce_ops import of_primitive
@@ -102,9 +103,13 @@ class Names:
 
     def _unique(self, name: str) -> str:
         """Reserve and return `name`, with a suffix if it is taken, such as `name_2`."""
-        count = self._used[name] = self._used.get(name, 0) + 1
+        used = self._used
         # A suffix may itself be taken, by an argument named x_2.
-        return name if count == 1 else self._unique(f"{name}_{count}")
+        while count := used.get(name, 0):
+            used[name] = count + 1
+            name = f"{name}_{count + 1}"
+        used[name] = 1
+        return name
 
     def of(self, var: Atom) -> str:
         """Return the name of a variable, which must have been named."""
@@ -136,6 +141,11 @@ class Names:
         `columns` with several results, are numbered from 0: `scan.0`. A name that is
         taken gets a suffix.
         """
+        name = eqn.primitive.name
+        if name in ELEMENTWISE and name not in _SAME_VALUE:  # most equations
+            for var in eqn.outvars:
+                self._set_unique_name(var, name)
+            return
         for i, var in enumerate(eqn.outvars):
             source = self._same_value(eqn, i)
             if source is not None:

@@ -30,6 +30,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from drjax import primitives
+from drjax._compat.jax_types import Literal, Variable
 from drjax._compat.types import Eqn, Var
 from drjax._jaxprs.walk import variables
 from drjax._planner.bitwise_observable import bitwise_observable
@@ -44,8 +45,8 @@ from drjax._planner.stage_values import (
     LocalStageParts,
     Operand,
     ScatteredOperand,
-    SliceOperand,
     StageValues,
+    slices_among,
 )
 from drjax._planner.work import bytes_of, is_cheap, operations
 
@@ -128,27 +129,29 @@ class LocalWork:
         # Most values are read in their own round alone.
         read = self._leaving_slices[index].keys() | self._last_use.keys()
         saved = [v for v in computed if v in read and self._is_saved(v, index)]
-        of_round = map(id, self._rounds.local.get(index, ()))
+        own_eqns = [e for e in self._rounds.local.get(index, ()) if _is_work(e)]
+        again = frozenset[int]()
+        if len(equations) > len(own_eqns):
+            again = frozenset(map(id, equations)).difference(map(id, own_eqns))
         needs = list(self._read[index])
         needs += [self._values.slice_of(*x) for x in outgoing]
-        needs += [SliceOperand(v) for v in forwarded]
+        needs += forwarded
         # Where groups are, blocks of them are folded.
         closed_over = [v for e, rule in exchanges for v in rule.closed_over(e)]
         needs += map(self._values.whole_of, closed_over)
         # Of an expanded array a group takes the operand that it expands.
         needs += [x.operand for x in needs if isinstance(x, ExpandedOperand)]
-        slices = [x for x in needs if type(x) is SliceOperand]
         return LocalStageParts(
             equations,
             computed,
             _unique(x for x in needs if isinstance(x, BroadcastOperand)),
             _unique(x for x in needs if isinstance(x, ScatteredOperand)),
-            _unique(x for x in slices if x.var not in computed),
+            _unique(v for v in slices_among(needs) if v not in computed),
             saved,
             self._observable.intersection(saved),
             outgoing,
             forwarded,
-            frozenset(map(id, equations)).difference(of_round),
+            again,
         )
 
     def _count_rounds(self) -> int:
@@ -185,13 +188,11 @@ class LocalWork:
         work = {id(e): e for e in stack}
         # The backward slice of the round's equations through earlier rounds.
         while stack:
-            for operand in self._values.operands(stack.pop()):
-                if not isinstance(operand, SliceOperand):
-                    continue
+            for operand in slices_among(self._values.operands(stack.pop())):
                 # What the round computes itself is in its work already.
-                earlier = self._rounds.round_of(operand.var) < index
-                if earlier and self._may_rematerialize(operand.var):
-                    eqn = self._values.definition[operand.var]
+                earlier = self._rounds.round_of(operand) < index
+                if earlier and self._may_rematerialize(operand):
+                    eqn = self._values.definition[operand]
                     if id(eqn) not in work:
                         work[id(eqn)] = eqn
                         stack.append(eqn)
@@ -303,11 +304,11 @@ class LocalWork:
             if id(eqn) not in self._operations:
                 self._operations[id(eqn)] = operations(eqn)
             work[self._rounds.round_of(var)] += self._operations[id(eqn)]
-            for x in self._values.operands(eqn):
-                if isinstance(x, SliceOperand) and x.var not in seen:
-                    seen.add(x.var)
-                    if x.var not in states and self._may_rematerialize(x.var):
-                        stack.append(x.var)
+            for x in slices_among(self._values.operands(eqn)):
+                if x not in seen:
+                    seen.add(x)
+                    if x not in states and self._may_rematerialize(x):
+                        stack.append(x)
         return sum(work.values()) <= _NEARLY * max(work.values(), default=0)
 
     def _reads_of_earlier(self, index: int) -> Iterator[Var]:
@@ -319,7 +320,7 @@ class LocalWork:
             return
         eqns = filter(_is_work, self._rounds.local.get(index, ()))
         operands = (x for e in eqns for x in self._values.operands(e))
-        read = dict.fromkeys(x.var for x in operands if isinstance(x, SliceOperand))
+        read = dict.fromkeys(slices_among(operands))
         for var in read | self._leaving_slices[index]:
             if self._rounds.round_of(var) < index and self._may_rematerialize(var):
                 yield var
@@ -339,11 +340,9 @@ class LocalWork:
                 while stack:
                     eqn = self._values.definition[stack[-1]]
                     operands = [
-                        x.var
-                        for x in self._values.operands(eqn)
-                        if isinstance(x, SliceOperand)
-                        and x.var not in states
-                        and self._may_rematerialize(x.var)
+                        x
+                        for x in slices_among(self._values.operands(eqn))
+                        if x not in states and self._may_rematerialize(x)
                     ]
                     index = self._rounds.round_of(stack[-1])
                     own = [v for v in operands if self._rounds.round_of(v) == index]
@@ -390,7 +389,10 @@ class LocalWork:
         computed, operands = self._computed[index], []
         for eqn in self._equations[index]:
             for x in self._values.operands(eqn):
-                if type(x) is not SliceOperand or x.var not in computed:
+                if type(x) is Variable:
+                    if x not in computed:
+                        operands.append(x)
+                elif type(x) is not Literal:
                     operands.append(x)
         return operands
 
@@ -402,7 +404,7 @@ class LocalWork:
         computes itself. So they are arguments of the program or results of earlier
         rounds.
         """
-        needed = {x.var for x in self._read[index] if type(x) is SliceOperand}
+        needed = {*slices_among(self._read[index])}
         needed |= self._leaving_slices[index].keys()
         return needed - self._computed[index].keys()
 

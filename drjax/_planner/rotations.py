@@ -93,6 +93,10 @@ class _Pieces:
         return self.order.index(self.dimension)
 
 
+# Without one of these no parts are put together.
+JOINS = ("concatenate", "pad")
+
+
 def recognize_rotations(eqns: Sequence[Eqn]) -> list[Eqn]:
     """Replace equations that put all parts of an array in another order by `rearrange`.
 

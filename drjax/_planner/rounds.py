@@ -55,7 +55,8 @@ class RoundAssignment:
     """
 
     def __init__(self, kinds: Environment, earliest: Mapping[int, int] | None = None):
-        self._kinds = kinds
+        # By the `id` of an equation that communicates.
+        self._rules: dict[int, ExchangeRule] = {}
         # By the `id` of an equation, the first round in which it may be.
         earliest = earliest or {}
         self._available: dict[Any, int] = {}
@@ -73,16 +74,18 @@ class RoundAssignment:
         for eqn in kinds.program.eqns:
             index = earliest.get(id(eqn), 0) if earliest else 0
             for v in eqn.invars:
-                if type(v) is not Literal and v in available:
-                    index = max(index, available[v])
-            axes = kinds.group_axes(eqn.outvars or eqn.invars)
+                if type(v) is not Literal and available.get(v, 0) > index:
+                    index = available[v]
             if kinds.is_pointwise(eqn):  # most equations
-                local = axes[0] is not None
+                out = eqn.outvars[0]
+                local = kinds[out].axis is not None
                 (self.local if local else self.server).setdefault(index, []).append(eqn)
-                available.update(dict.fromkeys(eqn.outvars, index))
+                if index:
+                    available.update(dict.fromkeys(eqn.outvars, index))
                 if local:
                     of_groups.update(eqn.outvars)
                 continue
+            axes = kinds.group_axes(eqn.outvars or eqn.invars)
             local = axes.count(None) < len(axes)
             for v in eqn.params.get("after", ()) if eqn.primitive is fence_p else ():
                 index = max(index, self.round_of(v) + (v in of_groups and not local))
@@ -90,7 +93,9 @@ class RoundAssignment:
             if ordered:
                 index = max(index, in_groups if local else in_server)
             after = index
-            if exchange_rule(eqn, kinds) is not None:
+            rule = exchange_rule(eqn, kinds)
+            if rule is not None:
+                self._rules[id(eqn)] = rule
                 self.exchanges.setdefault(index, []).append(eqn)
                 after = index + 1
             elif kinds.is_loop(eqn):
@@ -121,21 +126,16 @@ class RoundAssignment:
         position = {v: i for i, v in reversed(list(enumerate(kinds.program.outvars)))}
 
         def order(eqn: Eqn) -> tuple[int, int]:
-            rank = self._rule(eqn).rank
+            rank = self._rules[id(eqn)].rank
             last = len(position)
             return rank, 0 if rank else position.get(eqn.outvars[0], last)
 
         for eqns in self.exchanges.values():
             eqns.sort(key=order)
 
-    def _rule(self, eqn: Eqn) -> ExchangeRule:
-        rule = exchange_rule(eqn, self._kinds)
-        assert rule is not None
-        return rule
-
     def exchanges_of(self, index: int) -> Iterator[tuple[Eqn, ExchangeRule]]:
         """Yield what communicates after the local stage of a round, with its rules."""
-        return ((eqn, self._rule(eqn)) for eqn in self.exchanges.get(index, ()))
+        return ((eqn, self._rules[id(eqn)]) for eqn in self.exchanges.get(index, ()))
 
     def round_of(self, atom: Atom) -> int:
         """Return the index of the first round in which a variable is available, from 0.

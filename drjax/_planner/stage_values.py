@@ -11,16 +11,15 @@ code and not an input.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from drjax import primitives
-from drjax._compat.jax_types import Literal
+from drjax._compat.jax_types import Literal, Variable
 from drjax._compat.types import Array, Atom, Aval, Eqn, Var
-from drjax._jaxprs.walk import definitions
 from drjax._partition import Partition
 from drjax._planner.naming import Names
 from drjax._planner.partitioning.environment import Environment
@@ -30,9 +29,9 @@ from drjax.plan import Value
 
 @dataclass(frozen=True, eq=False)
 class ConstantOperand:
-    """A literal or scalar constant as an operand: a part of the stage's code."""
+    """A scalar constant as an operand: a part of the stage's code."""
 
-    value: Any
+    val: Any
 
 
 @dataclass(frozen=True)
@@ -57,17 +56,6 @@ class ScatteredOperand:
 
 
 @dataclass(frozen=True)
-class SliceOperand:
-    """A partitioned variable of which a local stage takes one group's slice.
-
-    The stage computes it, or takes it as an input, from an earlier round or an argument
-    of the program.
-    """
-
-    var: Any
-
-
-@dataclass(frozen=True)
 class GroupIndexOperand:
     """The group index, int32 `[]`, as an operand: the first argument of a stage."""
 
@@ -82,7 +70,7 @@ class ExpandedOperand:
 
     eqn: Any
     axis: int
-    operand: ConstantOperand | BroadcastOperand
+    operand: Atom | ConstantOperand | BroadcastOperand
 
     def expand(self, copy: Array) -> Array:
         """Compute a group's slice of the result of `self.eqn`, from its whole operand.
@@ -98,14 +86,23 @@ class ExpandedOperand:
         )
 
 
+# A literal is part of the stage's code. Of a partitioned variable, a local stage takes
+# one group's slice: it computes it, or takes it as an input, from an earlier round or
+# an argument of the program. Most operands are these, so they stand for themselves.
 Operand = (
-    ConstantOperand
+    Atom
+    | ConstantOperand
     | BroadcastOperand
     | ScatteredOperand
-    | SliceOperand
     | GroupIndexOperand
     | ExpandedOperand
 )
+
+
+def slices_among(operands: Iterable[Operand]) -> list[Var]:
+    """List the partitioned variables among operands, of which a group has slices."""
+    variables: list[Any] = [x for x in operands if type(x) is Variable]
+    return variables
 
 
 @dataclass(frozen=True)
@@ -120,8 +117,8 @@ class LocalStageParts:
         values are None.
       broadcast: The global variables of which it takes a copy, as operands.
       scatter: The global variables of which it takes a slice, as operands.
-      slices: The partitioned variables of which it takes a slice, as operands: results
-        of earlier rounds, or arguments of the program.
+      slices: The partitioned variables of which it takes a slice: results of earlier
+        rounds, or arguments of the program.
       saved: The variables that it computes and whose slices it returns.
       fenced: The bitwise-observable variables among `saved`, which the compiler must
         not rematerialize either.
@@ -138,7 +135,7 @@ class LocalStageParts:
     computed: dict[Any, None]
     broadcast: list[BroadcastOperand]
     scatter: list[ScatteredOperand]
-    slices: list[SliceOperand]
+    slices: list[Any]
     saved: list[Any]
     fenced: frozenset[Any]
     outgoing: list[tuple[Any, int]]
@@ -167,20 +164,26 @@ class StageValues:
         program = kinds.program
         self.program, self.kinds = program, kinds
         self.names = Names(program.invars, list(arguments))
-        self.definition = definitions(program.eqns)
+        self.definition: dict[Any, Any] = {}
         # In a fixed order, as later names depend on earlier ones.
         for i, var in enumerate(program.consts):
             self.names.constant(var, i)
+        # Partitioned variables, but for what is sent down, which no group stores.
+        self._slices = {v for v, kind in kinds.cells.items() if kind.axis is not None}
         for eqn in program.eqns:
             self.names.add(eqn)
+            for var in eqn.outvars:
+                self.definition[var] = eqn
+            if eqn.primitive in _DOWN and kinds.signature(eqn) is not None:
+                self._slices.difference_update(eqn.outvars)
         for var, name in zip(program.outvars, results, strict=False):
             # An argument or constant that is a result has one Value, and so one name.
             if var in self.definition:
                 self.names.rename(var, name)
         self._values: dict[Any, Value] = {}
+        self._types: dict[Any, Value] = {}  # one of each type
         self._operands: dict[Any, list[Operand]] = {}
         self._unbatched: dict[Any, UnbatchedEquation] = {}
-        self._slices: dict[Any, SliceOperand] = {}
 
     def value(self, var: Var) -> Value:
         """Return the `Value` (name, shape, dtype) that stages exchange for a variable.
@@ -253,7 +256,11 @@ class StageValues:
         return self._values[key]
 
     def _new(self, name: str, var: Var, axis: int | None) -> Value:
-        return new_value(name, var.aval, axis, self.kinds.partition)
+        aval: Any = var.aval
+        key = aval.shape, aval.dtype, axis
+        if key not in self._types:
+            self._types[key] = new_value("", aval, axis, self.kinds.partition)
+        return self._types[key].named(name)
 
     # -----------------------------------------------------------------------------
     # Operands of local equations
@@ -263,11 +270,8 @@ class StageValues:
 
         A variable may be global, or partitioned along `axis`.
         """
-        if type(atom) is Literal:
-            return ConstantOperand(atom.val)
-        known = self._slices.get(atom)
-        if known is not None:
-            return known
+        if type(atom) is Literal or atom in self._slices:
+            return atom
         eqn = self.definition.get(atom)
         # Communication down is an input of each stage, not a value that groups store.
         down = eqn is not None and eqn.primitive in _DOWN
@@ -278,21 +282,19 @@ class StageValues:
                 return ScatteredOperand(eqn.invars[0], 0)
             if eqn.primitive is primitives.partition_index_p:
                 return GroupIndexOperand()
-        if self.kinds[atom].partitioned:
-            return self._slices.setdefault(atom, SliceOperand(atom))
         if eqn is not None and eqn.primitive.name == "broadcast_in_dim":
             if axis not in eqn.params["broadcast_dimensions"] and len(eqn.invars) == 1:
                 return ExpandedOperand(eqn, axis, self.whole_of(eqn.invars[0]))
         # A global value where slices are needed is an implicit scatter.
         return ScatteredOperand(atom, axis)
 
-    def whole_of(self, atom: Atom) -> ConstantOperand | BroadcastOperand:
+    def whole_of(self, atom: Atom) -> Atom | ConstantOperand | BroadcastOperand:
         """Decide how a local stage obtains the whole of a global operand.
 
         A literal or a scalar constant of the program is part of the stage's code.
         """
         if isinstance(atom, Literal):
-            return ConstantOperand(atom.val)
+            return atom
         # Arrays are inputs, so that the code of a stage stays small.
         if atom in self.program.consts and atom.aval.shape == ():
             return ConstantOperand(self.program.consts[atom])
@@ -305,7 +307,7 @@ class StageValues:
         `partition_index`: of these, each group derives its slice from other inputs of a
         stage.
         """
-        return isinstance(self.slice_of(atom, axis), SliceOperand)
+        return isinstance(self.slice_of(atom, axis), Variable)
 
     def operands(self, eqn: Eqn) -> list[Operand]:
         """Decide how a local stage obtains each operand of an equation, for one group.
@@ -314,11 +316,20 @@ class StageValues:
         unbatched. The list is computed once for each equation, and cached: do not
         modify it.
         """
+        if self.kinds.is_pointwise(eqn) and self._are_slices(eqn.invars):
+            return eqn.invars
         # Several rounds ask for the same equation when they rematerialize it.
         operands = self._operands.get(eqn)
         if operands is None:
             operands = self._operands[eqn] = self._compute_operands(eqn)
         return operands
+
+    def _are_slices(self, atoms: Sequence[Atom]) -> bool:
+        """Whether groups compute or store the slices of all operands but literals."""
+        for atom in atoms:
+            if type(atom) is not Literal and atom not in self._slices:
+                return False
+        return True
 
     def _compute_operands(self, eqn: Eqn) -> list[Operand]:
         if eqn.primitive is primitives.map_fn_p:

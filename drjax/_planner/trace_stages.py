@@ -9,13 +9,13 @@ of a local stage are fenced, as XLA could compute them twice by itself.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, assert_never
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 from drjax import _compat, primitives
-from drjax._compat.jax_types import Literal
+from drjax._compat.jax_types import Literal, Variable
 from drjax._compat.types import Array, Atom, ClosedJaxpr, Eqn, Var
 from drjax._context import group_mesh
 from drjax._partition import Partition
@@ -32,10 +32,8 @@ from drjax._planner.stage_values import (
     LocalStageParts,
     Operand,
     ScatteredOperand,
-    SliceOperand,
     StageValues,
 )
-from drjax._planner.unbatching.core import drop
 from drjax._primitives.map_columns import evaluate_columns
 from drjax._sharding.group_mesh import axes_of, is_bound
 from drjax.plan import Stage, Value
@@ -103,7 +101,7 @@ def trace_local_stage(
     """
     inputs = [values.value(x.var) for x in parts.broadcast]
     inputs += [values.scattered(x.var, x.axis) for x in parts.scatter]
-    inputs += [values.value(x.var) for x in parts.slices]
+    inputs += map(values.value, parts.slices)
     outputs = [*map(values.value, parts.saved)]
     outputs += [values.outgoing(*x) for x in parts.outgoing]
     outputs += [values.forwarded(v, index) for v in parts.forwarded]
@@ -146,7 +144,8 @@ def trace_combine_stage(
 
     def run(*args: Array) -> Sequence[Array]:
         env = dict(zip(copies, args, strict=False))
-        closed = [x.value if isinstance(x, ConstantOperand) else env[x] for x in consts]
+        known: list[Any] = consts
+        closed = [env[x] if isinstance(x, BroadcastOperand) else x.val for x in known]
         return fn(*closed, *args[len(copies) :])
 
     inputs = [*(values.value(x.var) for x in copies), *sides]
@@ -182,34 +181,26 @@ def _run_group(
     It is traced, for arrays, or written, for variables.
     """
     inputs = [*parts.broadcast, *parts.scatter, *parts.slices]
-    # By equality of operands: several equations read the same input. Of slices, of
-    # which there are many, by the variable.
-    env: dict[Any, Any] = {
-        x.var if isinstance(x, SliceOperand) else x: arg
-        for x, arg in zip(inputs, args, strict=True)
-    }
+    # By equality of operands: several equations read the same input.
+    env: dict[Any, Any] = dict(zip(inputs, args, strict=True))
 
     def read(operand: Operand) -> Any:
-        if type(operand) is SliceOperand:  # most operands
-            return env[operand.var]
         match operand:
-            case SliceOperand():
-                return env[operand.var]
             case BroadcastOperand() | ScatteredOperand():
                 return env[operand]
             case ConstantOperand():
-                return by.constant(operand.value)
+                return by.constant(operand.val)
             case GroupIndexOperand():
                 return group
             case ExpandedOperand():
                 return by.expanded(operand, read(operand.operand))
             case _:
-                assert_never(operand)
+                return by.literal(operand) if type(operand) is Literal else env[operand]
 
+    fenced = parts.fenced
     for eqn in parts.equations:
         operands: list[Any] = [
-            by.literal(v) if type(v) is Literal else read(x)
-            for v, x in zip(eqn.invars, values.operands(eqn), strict=True)
+            env[x] if type(x) is Variable else read(x) for x in values.operands(eqn)
         ]
         again = id(eqn) in parts.rematerialized or _compat.is_rematerialized(eqn)
         if eqn.primitive is fence_p:
@@ -225,8 +216,8 @@ def _run_group(
         for var, out in zip(eqn.outvars, outs, strict=True):
             # An observable result of a rematerialized equation is an input of this
             # stage, and must not be replaced by its second value.
-            if var in parts.computed:
-                env[var] = _fence(out) if var in parts.fenced else out
+            if not again or var in parts.computed:
+                env[var] = _fence(out) if var in fenced else out
     return [
         *(env[v] for v in parts.saved),
         *(read(values.slice_of(*x)) for x in parts.outgoing),
@@ -288,12 +279,16 @@ class _Written:
                 raise _compat.NotWritten
             with jax.named_scope(_compat.scope_of(eqn.primitive, eqn.params)):
                 return writer.jaxpr(eqn.params["jaxpr"], operands)
+        kinds = self._values.kinds
+        if kinds.is_pointwise(eqn) and len(eqn.outvars) == 1:
+            if "sharding" not in eqn.params:  # as `elementwise` has it, but faster
+                axis = kinds[eqn.outvars[0]].axis
+                return writer.pointwise(eqn, operands, axis, eqn.params)
         unbatched = self._values.unbatched(eqn)
         if not unbatched.pointwise:
             raise _compat.NotWritten
-        shape = drop(unbatched.out_axes[0], eqn.outvars[0].aval.shape)
         params = eqn.params if unbatched.params is None else unbatched.params
-        return writer.pointwise(eqn, operands, shape, params)
+        return writer.pointwise(eqn, operands, unbatched.out_axes[0], params)
 
 
 def _fence(x: object) -> Any:

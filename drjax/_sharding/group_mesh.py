@@ -27,6 +27,7 @@ from drjax import _compat
 from drjax._compat.types import ClosedJaxpr, OpenJaxpr
 from drjax._context import group_mesh, planned
 from drjax._errors import DrjaxTypeError, DrjaxValueError, MeshError, PlanError
+from drjax._jaxprs.elementwise import ELEMENTWISE
 
 MeshAxes: TypeAlias = tuple[tuple[str, int], ...]  # names and sizes, in their order
 
@@ -151,6 +152,8 @@ def _meshes_in(
 ) -> Iterator[AbstractMesh]:
     for eqn in _compat.open_jaxpr(jaxpr).eqns:
         name = eqn.primitive.name
+        if name in ELEMENTWISE:  # most equations
+            continue
         if not mapped_only and name in _BOUND:
             value = eqn.params[_BOUND[name]]
             mesh = getattr(value, "mesh", value)

@@ -10,11 +10,13 @@ Sharp edges: the kinds of a loop are recorded at its last visit, so both functio
 an environment that has reached its fixed point.
 """
 
+from collections.abc import Sequence
+
 from drjax._compat.types import Atom, Eqn
 from drjax._planner.partitioning import diagnostics
 from drjax._planner.partitioning.control_flow import check_loop
 from drjax._planner.partitioning.environment import Environment
-from drjax._planner.partitioning.kind import GLOBAL
+from drjax._planner.partitioning.kind import GLOBAL, Kind
 from drjax._planner.partitioning.propagation_rules import rule_of
 
 
@@ -26,11 +28,15 @@ def contradictions(env: Environment, eqn: Eqn) -> list[Atom]:
     equation mixes the slices of different groups, all of its partitioned operands and
     results are listed.
     """
+    block = env.signature(eqn)
+    if block is not None and _fits(env, eqn.invars, block.operand_kinds):
+        if _fits(env, eqn.outvars, block.result_kinds):
+            return []
     atoms = [*eqn.invars, *eqn.outvars]
     actual = [env.cell(atom) for atom in atoms]
     if not any(kind.partitioned for kind in actual):
         return []
-    kinds = rule_of(env, eqn).kinds(env, eqn)
+    kinds = block or rule_of(env, eqn).kinds(env, eqn)
     if kinds is None:
         # If demands of uses made the results partitioned, inference forces them to be
         # global, and they then demand global operands.
@@ -38,6 +44,15 @@ def contradictions(env: Environment, eqn: Eqn) -> list[Atom]:
     needed = [*kinds.operand_kinds, *kinds.result_kinds]
     triples = zip(atoms, actual, needed, strict=True)
     return [atom for atom, kind, need in triples if kind.partitioned and kind != need]
+
+
+def _fits(env: Environment, atoms: Sequence[Atom], needed: Sequence[Kind]) -> bool:
+    """Whether those of some variables that are partitioned have the needed kinds."""
+    for atom, need in zip(atoms, needed, strict=True):
+        kind = env.cell(atom)
+        if kind is not need and kind.axis is not None and kind != need:
+            return False
+    return True
 
 
 def check_partitioning(env: Environment) -> Environment:
@@ -60,13 +75,15 @@ def check_equation(env: Environment, eqn: Eqn) -> None:
 
     The bodies of a loop are not checked.
     """
+    signature = env.signature(eqn)
+    if signature is not None and _fits(env, eqn.invars, signature.operand_kinds):
+        return
     if env.is_loop(eqn):
         check_loop(env, eqn)
         return
     # Global operands always fit: they can be scattered where it is needed.
     if not any(env[v].partitioned for v in eqn.invars):
         return
-    signature = env.signature(eqn)
     if signature is None:
         if contradictions(env, eqn):
             raise diagnostics.refusal(env, eqn, diagnostics.MIXES_GROUPS)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from drjax import _compat
-from drjax._compat.jax_types import Literal
+from drjax._compat.jax_types import Literal, Primitive
 from drjax._compat.types import Atom, Eqn, Var
 from drjax._jaxprs.elementwise import ELEMENTWISE
 from drjax._partition import Partition
@@ -80,6 +80,7 @@ class Environment:
       cells: For each variable that is no longer free its kind.
       loops: For each loop of rounds its kinds, as of its last visit.
       signatures: For each building block what `signature` returns.
+      open_eqns: The equations that the first phase of inference has not settled.
     """
 
     program: InlinedJaxpr
@@ -88,6 +89,7 @@ class Environment:
     cells: dict[Any, Kind]
     loops: dict[Any, LoopKinds] = field(default_factory=dict)
     signatures: dict[Any, EquationKinds | None] = field(default_factory=dict)
+    open_eqns: list[Any] = field(default_factory=list)
 
     def __getitem__(self, atom: Atom) -> Kind:
         """Return the inferred kind of a variable or literal: global or partitioned.
@@ -180,6 +182,30 @@ class Environment:
                     return None
         return common
 
+    def settle(self, eqn: Eqn) -> bool:
+        """Set the kinds of a pointwise equation's results, if operands have theirs.
+
+        False unless it is work of each group, or of the server, whatever other
+        equations demand.
+        """
+        if not self.is_pointwise(eqn):
+            return False
+        cells, common = self.cells, GLOBAL
+        for v in eqn.invars:
+            if type(v) is not Literal:
+                kind = cells.get(v)
+                if kind is None:
+                    return False
+                if kind is not common and kind.axis is not None:
+                    if common is not GLOBAL and kind != common:
+                        return False
+                    common = kind
+        for v in eqn.outvars:
+            kind = cells.setdefault(v, common)
+            if kind is not common and kind.axis is not None and kind != common:
+                return False
+        return True
+
     @functools.cached_property
     def others(self) -> list[Eqn]:
         """The equations that are not pointwise work on values of a single kind.
@@ -188,10 +214,12 @@ class Environment:
         inference, as each pass looks at them.
         """
         others = []
-        for eqn in self.program.eqns:
-            if self.common_kind(eqn) is None:
+        for eqn in self.open_eqns or self.program.eqns:
+            if not self.is_pointwise(eqn):
+                others.append(eqn)
+            elif self.common_kind(eqn) is None:
                 axes = self.group_axes(eqn.invars) + self.group_axes(eqn.outvars)
-                if not self.is_pointwise(eqn) or axes.count(None) < len(axes):
+                if axes.count(None) < len(axes):
                     others.append(eqn)
         return others
 
@@ -205,29 +233,25 @@ class Environment:
         """
         if self.partition is None or "partition" not in eqn.params:
             return None
-        if eqn not in self.signatures:
-            self.signatures[eqn] = self._signature(eqn, self.partition)
-        return self.signatures[eqn]
+        known = self.signatures.get(eqn, _UNKNOWN)
+        if known is _UNKNOWN:
+            known = self.signatures[eqn] = self._signature(eqn, self.partition)
+        return known
 
     def _signature(self, eqn: Eqn, partition: Partition) -> EquationKinds | None:
         # A population, of which the groups are a cohort, is a global value.
-        sides = [_kind_of_end(p == partition) for p in partitions_of(eqn)]
-        if len({*sides}) == 2:
+        operand, result = partitions_of(eqn)
+        own = operand is partition or operand == partition
+        if operand is not result and own != (result == partition):
+            sides = [_kind_of_end(own), _kind_of_end(not own)]
             return EquationKinds([sides[0], GLOBAL], sides[1:])
-        if sides[0] == GLOBAL:
+        if not own:
             return None
         if eqn.primitive is reduce_fold_p:
             n_states = eqn.params["n_states"]
             others = [GLOBAL] * (len(eqn.invars) - n_states)
             return EquationKinds(others + [PARTITIONED] * n_states, [GLOBAL] * n_states)
-        known = signature(eqn.primitive)
-        if known is None:
-            return None
-        operands, result = known
-        # A mapped function may have no operands at all, once unused ones are dropped.
-        num_operands = len(eqn.invars)
-        kinds = [*operands, *operands[-1:] * num_operands][:num_operands]
-        return EquationKinds(kinds, [result] * len(eqn.outvars))
+        return _kinds_of_block(eqn.primitive, len(eqn.invars), len(eqn.outvars))
 
     def is_loop(self, eqn: Eqn) -> bool:
         """Whether an equation is a loop of rounds, whose bodies have their own plans.
@@ -350,6 +374,22 @@ def _known_index(program: InlinedJaxpr, eqn: Eqn) -> tuple[int, ...] | None:
         return None
     value = program.known_integers.value(eqn.invars[1])
     return None if value is None else tuple(value[:, 0].tolist())
+
+
+_UNKNOWN: Any = object()
+
+
+def _kinds_of_block(
+    primitive: Primitive, num_operands: int, num_results: int
+) -> EquationKinds | None:
+    """Return the kinds of a building block of so many operands and results."""
+    known = signature(primitive)
+    if known is None:
+        return None
+    operands, result = known
+    # A mapped function may have no operands at all, once unused ones are dropped.
+    kinds = [*operands, *operands[-1:] * num_operands][:num_operands]
+    return EquationKinds(kinds, [result] * num_results)
 
 
 def _kind_of_end(own: bool) -> Kind:

@@ -109,7 +109,6 @@ def _run_phases(
     """
     env.join(env.program.invars, env.argument_kinds)
     settled: frozenset[Any] = frozenset()
-    eqns = env.program.eqns
     for phase in PHASES[: PHASES.index(last_phase) + 1]:
         # What the phases before this one raised holds whoever uses it.
         settled = frozenset(env.cells)
@@ -122,8 +121,11 @@ def _run_phases(
                 _propagate_forward(env)
             else:
                 # What is not free stays as it is, but a loop has bodies of its own.
-                eqns = [e for e in eqns if env.has_free(e) or env.is_loop(e)]
-                _propagate(env, eqns, phase, settled)
+                eqns = [e for e in env.open_eqns if env.has_free(e) or env.is_loop(e)]
+                if all(env.signature(e) is not None for e in eqns):
+                    _demand_of_blocks(env, eqns, phase)
+                else:
+                    _propagate(env, eqns, phase, settled)
         except _ConflictingDemands as conflict:
             return conflict.variables
     # Before the last phase, a demand may still come from outside of a body.
@@ -142,8 +144,11 @@ def _propagate_forward(env: Environment) -> None:
     infer_body = functools.partial(_infer_body, env.partition, PHASES[0])
     cells = env.cells
     for eqn in env.program.eqns:
+        # Without its rule, as most equations are pointwise, of known operands.
+        if env.settle(eqn):
+            continue
+        env.open_eqns.append(eqn)
         if env.is_pointwise(eqn):
-            # Without its rule, as most equations are pointwise, of known operands.
             if all(v in cells for v in eqn.outvars):
                 continue
             kind = env.common_kind(eqn)
@@ -152,10 +157,21 @@ def _propagate_forward(env: Environment) -> None:
             if kind is not None:
                 cells.update(dict.fromkeys(eqn.outvars, kind))
                 continue
+        if (block := env.signature(eqn)) is not None:
+            env.join(eqn.outvars, block.result_kinds)
+            continue
         loop = env.is_loop(eqn)
         # A kind of a result of a loop may change the kinds of its carried values.
         while _visit(env, eqn, loop, PHASES[0], infer_body) and loop:
             pass
+
+
+def _demand_of_blocks(env: Environment, eqns: Sequence[Eqn], phase: str) -> None:
+    """Set the kinds of operands of building blocks, which no other kind changes."""
+    for eqn in eqns:
+        block = env.signature(eqn)
+        assert block is not None
+        env.join(eqn.invars, [_in_phase(kind, phase) for kind in block.operand_kinds])
 
 
 def _is_global(env: Environment, eqn: Eqn) -> bool:

@@ -48,8 +48,6 @@ def share_batch_dimensions(
     `x[jnp.arange(n), i]`. `consts` has the values of constants and of known arguments;
     those of new columns are added to it. All equations are returned, in order.
     """
-    if not any(eqn.primitive.name in _DIMENSION_FIELDS for eqn in eqns):
-        return eqns
     known = KnownIntegers(eqns, consts)
     return [new for eqn in eqns for new in _rewrite(eqn, known)]
 
@@ -240,3 +238,6 @@ _DIMENSION_FIELDS: dict[str, Sequence[str]] = {
         _SCATTER,
     ),
 }
+
+# Without one of these nothing is rewritten.
+INDEXING = _DIMENSION_FIELDS.keys()
