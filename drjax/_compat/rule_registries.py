@@ -248,7 +248,8 @@ def register_jaxpr_lowering(
         )  # fmt: skip
         return outs
 
-    mlir.register_lowering(primitive, rule)
+    # Each function that runs a plan is lowered once, as that of a jit.
+    mlir.register_lowering(primitive, rule, cacheable=False)
 
 
 def register_lowering_rule(
