@@ -4,6 +4,7 @@ Input: a tree of partitioned leaves `[n, *s]`. Output: the tree with global leav
 Invariants: all but the plain sum and mean are compositions of primitives.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -311,7 +312,9 @@ def reduce_mean(
 
     def summand(leaf: PartitionedArray) -> PartitionedArray:
         check_numeric("reduce_mean", leaf)
-        leaf = leaf.astype(_mean_dtype(leaf.dtype))
+        dtype = _mean_dtype(leaf.dtype)
+        if leaf.dtype != dtype or getattr(leaf, "weak_type", False):
+            leaf = leaf.astype(dtype)
         check_encodable("reduce_mean", leaf, options)
         return leaf
 
@@ -586,6 +589,7 @@ def _sum_dtype(dtype: jnp.dtype) -> jnp.dtype:
     return jax.eval_shape(jnp.sum, jax.ShapeDtypeStruct((), dtype)).dtype
 
 
+@functools.lru_cache(maxsize=64)
 def _mean_dtype(dtype: jnp.dtype) -> jnp.dtype:
     """Return the dtype of the result of `jnp.mean` for an array of dtype `dtype`."""
     if jnp.issubdtype(dtype, jnp.inexact):

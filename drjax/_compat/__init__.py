@@ -71,6 +71,7 @@ from drjax._compat.jaxprs import scan_size_params as scan_size_params
 from drjax._compat.jaxprs import scan_sizes as scan_sizes
 from drjax._compat.jaxprs import select_outputs as select_outputs
 from drjax._compat.jaxprs import stacked_aval as stacked_aval
+from drjax._compat.jaxprs import staged_by_type as staged_by_type
 from drjax._compat.jaxprs import trace_to_jaxpr as trace_to_jaxpr
 from drjax._compat.jaxprs import unsplit_jaxpr as unsplit_jaxpr
 from drjax._compat.jaxprs import user_frames as user_frames

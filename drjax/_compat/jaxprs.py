@@ -26,6 +26,7 @@ from drjax._compat.jax_types import (
     ShapedArray,
     UndefinedPrimal,
     Zero,
+    cache,
     flattree,
     weakref_lru_cache,
 )
@@ -583,6 +584,46 @@ def _staged_again(
     params = eqn.params if params is None else params
     outs: Any = trace.emit_eqn(tracers, avals, primitive, params, eqn.effects, source)
     return outs
+
+
+def staged_by_type(fn: Callable[..., Array], x: Array, *static: Any) -> Array:
+    """Return `fn(x, *static)`; while tracing, `fn` is traced once for each type of `x`.
+
+    So many arrays of few types take less time. `fn` has no effects and closes over no
+    arrays, and equal functions do the same.
+    """
+    trace: Any = core.trace_ctx.trace
+    known: Any = x
+    if not isinstance(trace, pe.DynamicJaxprTrace) or type(x) is not _TRACER:
+        return fn(x, *static)
+    if known._trace is not trace:
+        return fn(x, *static)
+    raw, source = _traced_for_type(fn, static, known.aval), source_info_util.current()
+    env = {raw.invars[0]: known}
+    for eqn in raw.eqns:
+        operands = [
+            _TRACER(trace, v.aval, v) if type(v) is core.Literal else env[v]
+            for v in eqn.invars
+        ]
+        types = [v.aval for v in eqn.outvars]
+        outs = trace.emit_eqn(
+            operands, types, eqn.primitive, eqn.params, eqn.effects, source
+        )
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return env[raw.outvars[0]]
+
+
+_TRACER: Any = pe.DynamicJaxprTracer
+
+
+@cache()
+def _traced_for_type(
+    fn: Callable[..., Array], static: tuple[Any, ...], aval: Aval
+) -> OpenJaxpr:
+    """Trace a function of an array of a type, in the context of the caller."""
+    closed, consts = trace_to_jaxpr(lambda x: [fn(x, *static)], [aval], "staged")
+    assert not consts
+    return open_jaxpr(closed)
 
 
 # As JAX names what a `jax.checkpoint` rematerializes, in profiles and compiled code.

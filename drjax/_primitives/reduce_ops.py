@@ -42,6 +42,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from drjax import _compat
 from drjax._compat.jax_types import Primitive
 from drjax._compat.types import Array, DeviceArray
 from drjax._primitives.collectives import (
@@ -97,14 +98,27 @@ def as_dtype(x: Array, dtype: DTypeLike) -> Array:
     return x if x.dtype == dtype else lax.convert_element_type(x, dtype)
 
 
+@functools.lru_cache(maxsize=64)
+def _is_inexact(dtype: DTypeLike) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
+
+
 def _divide(total: Array, count: int) -> Array:
     """Divide a sum by a number, as `/` of `jax.numpy` does; of NumPy's in its dtype."""
     # Without x64, JAX would cast a total of the host to 32 bits before it divides.
     if isinstance(total, np.ndarray | np.generic):
         return total / count
-    if isinstance(count, int) and jnp.issubdtype(total.dtype, jnp.inexact):
-        return lax.div(total, total.dtype.type(count))
+    if isinstance(count, int) and _is_inexact(total.dtype):
+        return _compat.staged_by_type(_quotient, total, count)
     return total / count
+
+
+def _quotient(total: Array, count: int) -> Array:
+    return lax.div(total, total.dtype.type(count))
+
+
+def _sum_of_slices(slices: DeviceArray, dtype: DTypeLike) -> Array:
+    return lax.reduce_sum(as_dtype(slices, dtype), (0,))
 
 
 @dataclass(frozen=True)
@@ -161,9 +175,9 @@ class ReduceOp:
         if self.selects:
             return reduce(slices, axis=0)
         dtype = self.accumulator(slices.dtype)
-        if self.ufunc is np.add and jnp.issubdtype(dtype, jnp.inexact):
+        if self.ufunc is np.add and _is_inexact(dtype):
             # What `jnp.sum` binds; it takes many times as long to trace.
-            return lax.reduce_sum(as_dtype(slices, dtype), (0,))
+            return _compat.staged_by_type(_sum_of_slices, slices, dtype)
         return reduce(slices, axis=0, dtype=dtype)
 
     def accumulator(self, dtype: DTypeLike) -> DTypeLike:

@@ -494,17 +494,16 @@ class ChunkedStage:
         slices in segments it is these, unless the chunk is `alone`.
         """
         op, x = REDUCE_OPS[reduce.op], outs[position]
-        identity = op.identity(x.dtype)
         with jax.named_scope(f"drjax.reduce_{reduce.op}"):
             if position in self._placed and len(indices) + (not alone) > 1:
                 first, placed = self._placed[position]
-                if is_neutral(op.ufunc, placed.fill, identity):
+                if is_neutral(op.ufunc, placed.fill, op.identity(x.dtype)):
                     own = InSegments(outs[first], outs[first + 1], placed.num)
                     padded = indices if self.layout.uneven else None
                     own = own.without_padding(self.layout, padded)
                     return op.local(own) if alone else own
             if self.layout.uneven:
-                x = self.layout.mask_padding(x, indices, identity)
+                x = self.layout.mask_padding(x, indices, op.identity(x.dtype))
             return op.local(x)
 
 

@@ -152,7 +152,10 @@ class MeshInterpreter(PlanInterpreter):
         self.plan, self.layout, self.step, self.mesh = plan, layout, step, mesh
         self._partial = partial
         self._kept, self._folded = plan.kept(), folded_slices(plan)
-        self._replaced = uses.replaced(plan, lasting)
+        # Only a loop over chunks writes into what it reads.
+        self._replaced: list[dict[str, str]] = [{}] * len(plan.rounds)
+        if step is not None:
+            self._replaced = uses.replaced(plan, lasting)
         # The work of rounds that repeat, by what it is made of: traced once.
         self._known_work: dict[Hashable, Callable[..., list[Array]]]
         # What the groups have returned last.
