@@ -27,7 +27,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import export, lax
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
@@ -37,6 +37,7 @@ from benchmarks.descent import Params, descend, loss
 from benchmarks.long_programs import LONG_PROGRAMS
 from benchmarks.probes import entered
 from benchmarks.worker import taken
+from drjax._plan_file.exported_stage import PLATFORMS
 
 DEVICES, N, WIDTH, STEPS, BATCH = 8, 16, 16, 3, 4
 _AXIS = "clients"
@@ -105,6 +106,18 @@ def _rounds_in_a_loop(count: int) -> Callable:
 
             sums, _ = lax.scan(add, jax.tree.map(jnp.zeros_like, params), x)
             params = jax.tree.map(lambda y: y / N, sums)
+        return params
+
+    return rounds
+
+
+def _rounds_by_vmap(count: int) -> Callable:
+    """The same, hand-written, by `jax.vmap`."""
+
+    def rounds(params, x):
+        for _ in range(count):
+            new = jax.vmap(descend, (None, 0))(params, x)
+            params = jax.tree.map(lambda y: jnp.mean(y, 0), new)
         return params
 
     return rounds
@@ -262,6 +275,19 @@ def _files(derived: Callable, count: int) -> tuple[Action, Action]:
     return saved_and_loaded, lambda: drjax.make_plan(fn)(*args)
 
 
+def _files_by_hand(derived: Callable, count: int) -> tuple[Action, Action]:
+    ours, _ = _files(derived, count)
+    args, path = _types(_arguments()), Path(_FILES.name) / "hand-written"
+    theirs = jax.jit(derived(_rounds_by_vmap(count)))
+
+    def exported_and_loaded() -> None:
+        exported = export.export(theirs, platforms=PLATFORMS)(*args)
+        path.write_bytes(exported.serialize())
+        export.deserialize(bytearray(path.read_bytes()))
+
+    return ours, exported_and_loaded
+
+
 def _files_and_lowering(count: int) -> tuple[Action, Action]:
     fn, args = _rounds(count), _types(_arguments())
     plan = drjax.make_plan(fn)(*args)
@@ -360,6 +386,13 @@ ROWS = [
         "save and load",
         "make_plan",
         lambda: _files(lambda f: jax.grad(_total(f)), 20),
+    ),
+    Row(
+        "a plan of a gradient of 20 rounds",
+        1.0,
+        "save and load",
+        "hand-written, by jax.export",
+        lambda: _files_by_hand(lambda f: jax.grad(_total(f)), 20),
     ),
     Row(
         "a plan of 20 rounds, lowered",
