@@ -446,7 +446,8 @@ class _Planned:
         operands = xla.on_mesh(plan, operands)
         # Outside the primitive, so that JAX sums the cotangents of what did not vary.
         axes = varying_axes([_compat.typeof(x) for x in operands])
-        operands = [vary(x, axes) for x in operands]
+        if axes:
+            operands = [vary(x, axes) for x in operands]
         outs = planned_p.bind(*operands, jaxpr=jaxpr, options=options, types=None)
         return out_tree.unflatten(outs)
 

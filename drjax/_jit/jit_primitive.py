@@ -209,7 +209,9 @@ def _abstract_eval(
     if types is None:
         axes = varying_axes(avals)
         types = [
-            _compat.replace_aval(t, t.shape, t.sharding, axes)
+            t
+            if _compat.varying(t) == axes
+            else _compat.replace_aval(t, t.shape, t.sharding, axes)
             for t in _traced(jaxpr, options, avals)[0].out_avals
         ]
     return list(types), _compat.effects_of(jaxpr)

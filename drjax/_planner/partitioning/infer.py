@@ -122,10 +122,14 @@ def _run_phases(
             else:
                 # What is not free stays as it is, but a loop has bodies of its own.
                 eqns = [e for e in env.open_eqns if env.has_free(e) or env.is_loop(e)]
-                if all(env.signature(e) is not None for e in eqns):
-                    _demand_of_blocks(env, eqns, phase)
-                else:
+                blocks = [env.signature(e) for e in eqns]
+                if any(block is None for block in blocks):
                     _propagate(env, eqns, phase, settled)
+                    continue
+                # No other kind changes those that blocks demand.
+                for eqn, block in zip(eqns, blocks, strict=True):
+                    kinds = block.operand_kinds if block else ()
+                    env.join(eqn.invars, [_in_phase(kind, phase) for kind in kinds])
         except _ConflictingDemands as conflict:
             return conflict.variables
     # Before the last phase, a demand may still come from outside of a body.
@@ -164,14 +168,6 @@ def _propagate_forward(env: Environment) -> None:
         # A kind of a result of a loop may change the kinds of its carried values.
         while _visit(env, eqn, loop, PHASES[0], infer_body) and loop:
             pass
-
-
-def _demand_of_blocks(env: Environment, eqns: Sequence[Eqn], phase: str) -> None:
-    """Set the kinds of operands of building blocks, which no other kind changes."""
-    for eqn in eqns:
-        block = env.signature(eqn)
-        assert block is not None
-        env.join(eqn.invars, [_in_phase(kind, phase) for kind in block.operand_kinds])
 
 
 def _is_global(env: Environment, eqn: Eqn) -> bool:
