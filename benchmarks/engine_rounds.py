@@ -13,10 +13,7 @@ own, at most, without the object store's, of which both have the same arrays.
 import argparse
 import importlib
 import os
-import pickle
-import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,10 +25,10 @@ import numpy as np
 import drjax
 from benchmarks import report, run
 from benchmarks.engines import reduced
+from benchmarks.measured import HAND_WRITTEN, Own, Received, seconds_of, spread
 from benchmarks.report import Goal
 from benchmarks.worker import hello
 from drjax.backends import ray as backend
-from drjax.engines.core.messages import BlockResult
 
 SMALL, FEATURES, TURNS, ROUNDS = 1000, 16, 10, 20
 # Groups, floats of a result, groups that the baseline adds up at once, rounds.
@@ -41,7 +38,6 @@ LARGE = (
     (1_000_000, 25, 500_000, 50),
 )
 SLOWER, SECONDS, ADDED_UP, BYTES = 1.5, 1.0, 1.2, 1.0  # the goals
-HAND_WRITTEN = "hand-written actor loop"  # what tables call the baseline
 
 
 def work(model, x, y):
@@ -118,9 +114,9 @@ def many_groups(n: int = 1_000_000, runs: int = 6) -> list[dict[str, Any]]:
     result = []
     for size in (None, 8192, 256):
         with backend.compile(plan, workers=2, block_size=size) as on_ray:
-            times = _times(lambda: on_ray(np.float32(1), data), runs)
+            seconds = seconds_of(lambda: on_ray(np.float32(1), data), runs)
             blocks = on_ray.report.stages[0].blocks
-        result.append({"size": size, "seconds": times, "blocks": blocks})
+        result.append({"size": size, "seconds": seconds, "blocks": blocks})
     return result
 
 
@@ -182,84 +178,21 @@ def _added_up(n: int, floats: int, at_once: int, rounds: int) -> dict[str, Any]:
         out: dict[str, Any] = {name: {"seconds": []} for name in loops}
         for name, loop in loops.items():
             loop(model)  # compiles
-            with _Own(pids[name]) as memory:
-                _times(partial(loop, model), 3)
+            with Own(pids[name]) as memory:
+                seconds_of(partial(loop, model), 3)
             out[name]["peak"] = memory.peak
-            with _Received() as received:
+            with Received() as received:
                 loop(model)
             out[name]["bytes"] = received.bytes
         for i in range(rounds):
             for name, loop in loops.items():
                 now = model + np.float32(i)
-                out[name]["seconds"] += _times(partial(loop, now), 1)
+                out[name]["seconds"] += seconds_of(partial(loop, now), 1)
         blocks = on_ray.report.stages[0].blocks
         far = np.max(np.abs(actor_loop(model) - on_ray(model, stored)))
         for one in actors:
             ray.kill(one)
     return {"n": n, "floats": floats, "blocks": blocks, "difference": float(far)} | out
-
-
-class _Received:
-    """Counts the bytes of arrays that come to the driver: all that it gets from Ray."""
-
-    def __enter__(self) -> "_Received":
-        self._ray: Any = importlib.import_module("ray")
-        self.bytes, self._get = 0, self._ray.get
-        self._ray.get = self._counted
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._ray.get = self._get
-
-    def _counted(self, *args: Any, **kwargs: Any) -> Any:
-        done = self._get(*args, **kwargs)
-        self.bytes += sum(map(self._size, jax.tree.leaves(done)))
-        return done
-
-    def _size(self, x: Any) -> int:
-        x = pickle.loads(x) if isinstance(x, bytes) else x
-        x = (x.partials, x.slices) if isinstance(x, BlockResult) else x
-        return sum(getattr(y, "nbytes", 0) for y in jax.tree.leaves(x))
-
-
-def _times(fn: Callable[[], Any], runs: int) -> list[float]:
-    result = []
-    for _ in range(runs):
-        begin = time.perf_counter()
-        jax.block_until_ready(fn())
-        result.append(time.perf_counter() - begin)
-    return result
-
-
-class _Own:
-    """The most memory of one of some processes, without what it maps of files.
-
-    A part of the object store that only this process has touched so far, as a result
-    that nobody has read yet, is private by Linux's count, whoever runs first.
-    """
-
-    def __init__(self, pids: list[int]):
-        self._pids, self.peak = pids, 0
-
-    def __enter__(self) -> "_Own":
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._done.wait(0.01):
-            for pid in self._pids:
-                try:
-                    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-                except OSError:  # it has ended
-                    continue
-                own = [x.split()[1] for x in lines if x.startswith("Anonymous:")]
-                self.peak = max(self.peak, 1024 * sum(map(int, own)))
 
 
 def markdown(small: dict, many: list[dict], large: list[dict]) -> str:
@@ -303,7 +236,7 @@ def markdown(small: dict, many: list[dict], large: list[dict]) -> str:
         f"## Small rounds\n\n{SMALL:,} groups, 2.6 MB, {TURNS * ROUNDS} rounds of each "
         f"in turn; {small['blocks']} blocks. Largest difference: "
         f"{small['difference']:.1g}. Of the ratio the quartiles: "
-        f"{_spread(np.array(times['drjax']) / np.array(times[HAND_WRITTEN]))}.",
+        f"{spread(np.array(times['drjax']) / np.array(times[HAND_WRITTEN]))}.",
         report.table(
             ["a round", "median, ms", "p90, ms"],
             [
@@ -352,16 +285,11 @@ def _large_line(x: dict[str, Any]) -> list[str]:
     seconds = np.median(ours["seconds"]), np.median(hand["seconds"])
     return [
         *(f"{x['n']:,}", f"{4e-6 * x['floats']:g}"),
-        _spread(_slower(x)),
+        spread(_slower(x)),
         "{:.2g} ({:.2g})".format(*seconds),
         f"{ours['peak'] / 1e6:,.0f} ({hand['peak'] / 1e6:,.0f})",
         f"{ours['bytes'] / 1e6:,.4g} ({hand['bytes'] / 1e6:,.4g})",
     ]
-
-
-def _spread(ratios: np.ndarray) -> str:
-    low, middle, high = np.percentile(ratios, [25, 50, 75])
-    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def main() -> None:
