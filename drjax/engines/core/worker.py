@@ -230,6 +230,7 @@ class CompiledStage:
         self._fitting: dict[tuple[int, int], int] = {}
         self.read = read_whole if stage.mesh else np.asarray
         self.spans_processes = bool(stage.mesh) and spans_processes()
+        self._compiled_identities: dict[tuple[bool, ...], Callable[[], Any]] = {}
         self._alone = set[int]()  # for how many groups `batched` is compiled
 
     @functools.cached_property
@@ -419,21 +420,39 @@ class CompiledStage:
 
     def _identities(self, batches: int) -> list[Running]:
         """Return the running reductions over no groups."""
+        compensated = tuple(is_compensated(x, batches) for x in self.reduces)
+        if compensated not in self._compiled_identities:
+            self._compiled_identities[compensated] = self._compile_identities(
+                compensated
+            )
+        return self._compiled_identities[compensated]()
+
+    def _compile_identities(
+        self, compensated: tuple[bool, ...]
+    ) -> Callable[[], list[Running]]:
+        """Compile `_identities`: on a mesh each array by itself takes milliseconds."""
         types = batched_of(self.stage).function.out_avals
         # A device, as results of an exported function have one: else the second batch
         # would compile the stage again.
         places: Any = [jax.numpy.zeros(()).sharding] * len(types)
         if self.stage.mesh:
             places = self._on_mesh.output_shardings
-        running = []
-        for reduce, x, place in zip(self.reduces, types, places, strict=False):
-            identity = REDUCE_OPS[reduce.op].identity(x.dtype)
-            make = lambda y, x=x, place=place: jax.numpy.full(
-                x.shape, y, x.dtype, device=place
-            )
-            excess = make(0) if is_compensated(reduce, batches) else None
-            running.append(Running(reduce.op, make(identity), excess))
-        return running
+
+        def running(make: Callable[[Any, Any, Any], Any]) -> list[Running]:
+            values = zip(self.reduces, types, places, compensated, strict=False)
+            return [
+                Running(
+                    reduce.op,
+                    make(x, REDUCE_OPS[reduce.op].identity(x.dtype), place),
+                    make(x, 0, place) if excess else None,
+                )
+                for reduce, x, place, excess in values
+            ]
+
+        return jax.jit(
+            lambda: running(lambda x, y, _: jax.numpy.full(x.shape, y, x.dtype)),
+            out_shardings=running(lambda x, y, place: place),
+        )
 
     def args_of_group(
         self, block: Block, shared: list[np.ndarray], position: int
