@@ -10,7 +10,7 @@ import pytest
 
 import drjax
 from drjax.backends import Groups, in_process
-from drjax.engines.slices.constant import constant, identity
+from drjax.engines.slices.constant import constant, identity, once
 from tests.helpers.conformance import slices_for, weighted_plan
 
 
@@ -20,6 +20,21 @@ def test_parts_are_the_same_by_address():
     parts = x, x[:2], x[1:3], x[:, 1:], x.T, x[::2], x.view(np.int64)
     assert len({identity(part) for part in parts}) == len(parts)
     assert identity(constant(x)) not in (None, identity(x))  # another copy
+
+
+def test_what_cannot_change_is_computed_once():
+    x, seen = constant(np.arange(6.0)), []
+
+    def total(y):
+        seen.append(y)
+        return y.sum()
+
+    array = np.arange(6.0)
+    for _ in range(2):
+        assert [once(total, y) for y in (x, x[2:], x[:2])] == [15, 14, 1]
+        assert once(total, array) == 15
+    assert len(seen) == 5  # the array twice
+    assert once(np.max, x) == 5
 
 
 def test_what_is_computed_of_them_has_no_identity():
