@@ -12,7 +12,8 @@ runs a stage the size of a block is what fits into some bytes that are sent for 
 group, but so little that each worker gets several blocks: one of them may be slower.
 Where partial reductions are large, each worker gets one. Later rounds know how long
 blocks take: short ones are joined, as each costs the driver and its worker about a
-millisecond, and long ones are split.
+millisecond, and some nanoseconds for each byte of its partial reductions; long ones are
+split. Data that workers have since the first round does not limit what is joined.
 
 Invariants: the size changes at most `_CHANGES` times, and by at least a factor of two,
 as each change compiles the stage again in all workers.
@@ -37,6 +38,7 @@ _READ = 256  # bytes that a group needs while it is read: some Python objects
 _SENT = 8  # and if it is in an array: its index, and whether it takes part
 _BLOCKS = 4  # for each worker
 _SHORT, _LONG = 0.02, 5.0  # seconds that a block should take at least, and at most
+_SENT_SECONDS = 100e-9  # at least, for each byte of its partial reductions
 _CHANGES = 2  # each one compiles the stage again in all workers
 
 
@@ -82,6 +84,7 @@ class BlockSize:
         # With a time limit blocks stay well below it, so that a slow machine is not
         # late.
         self._long = _LONG if timeout is None else min(_LONG, timeout / 4)
+        self._short = min(_SHORT + _SENT_SECONDS * sent, self._long / 2)
         self._compiled: set[int] = set()  # processes that have run a block of this size
         self._left = _CHANGES
 
@@ -90,14 +93,15 @@ class BlockSize:
         turns = -(-self._n // (max(1, size) * self._workers))
         return max(1, -(-self._n // (turns * self._workers)))
 
-    def measure(self, blocks: Sequence[BlockResult]) -> None:
+    def measure(self, blocks: Sequence[BlockResult], resident: bool = False) -> None:
         """Adjust `value` to how long full blocks of the latest run of the stage took.
 
         The median time decides; the first block of each process does not count, as its
-        time includes compilation. Below 0.02 s `value` grows, up to one worker's share
-        of the groups and a limit on bytes. Above 5 s, or a quarter of the option
-        `timeout` if that is less, it shrinks. It does not change by less than a factor
-        of two, nor more than twice.
+        time includes compilation. Below 0.02 s, or more if its partial reductions are
+        large, `value` grows, up to one worker's share of the groups and, unless the
+        groups' data is `resident` in the workers, a limit on bytes. Above 5 s, or a
+        quarter of the option `timeout` if that is less, it shrinks. It does not change
+        by less than a factor of two, nor more than twice.
         """
         if not self._left:
             return
@@ -113,11 +117,12 @@ class BlockSize:
         # The median, as one slow worker must not change the size for all.
         took = statistics.median(seconds)
         size = self.value
-        if took < _SHORT:
-            joined = int(self.value * _SHORT / max(took, 1e-6))
+        if took < self._short:
+            joined = int(self.value * self._short / max(took, 1e-6))
             # Never more than one worker's share of the groups, or the other workers
             # would idle.
-            joined = self._in_turns(min(joined, self._all, self._fits))
+            most = self._all if resident else min(self._all, self._fits)
+            joined = self._in_turns(min(joined, most))
             size = max(self.value, joined)
         elif took > self._long:
             # Half of what is allowed, as times vary.

@@ -62,7 +62,7 @@ from drjax.engines.core.protocols import Engine, StageCall
 from drjax.engines.core.saved_calls import SavedCalls, SliceFiles
 from drjax.engines.core.stage_results import StageResults, check_survivors, stage_error
 from drjax.engines.core.telemetry import Telemetry
-from drjax.engines.slices.constant import constant
+from drjax.engines.slices.constant import constant, identity
 from drjax.engines.slices.coordinates import (
     gathers_for_columns,
     is_move_of_slices,
@@ -73,6 +73,7 @@ from drjax.engines.slices.coordinates import (
 from drjax.engines.slices.groups import Groups, Lazy, as_array, flat_slices
 from drjax.engines.slices.kept import check_plan
 from drjax.engines.slices.slices import Slices, as_slices, in_steps, read_if_lazy
+from drjax.engines.slices.worker_slices import WorkerSlices
 from drjax.plan import (
     Columns,
     Gather,
@@ -428,6 +429,13 @@ class Runner:
         self.close()
 
 
+def _is_resident(x: Slices) -> bool:
+    """Return whether workers that keep data have slices since an earlier call."""
+    if isinstance(x, WorkerSlices):
+        return True
+    return x.source is None and identity(x.whole()) is not None
+
+
 def _constant(x: Any) -> Any:
     """Copy a leaf of an argument to an array that nobody can change."""
     if isinstance(x, Groups):
@@ -715,7 +723,7 @@ class _Call:
         runner.emit(StageEnded(*where, results.groups, results.blocks, seconds))
         # Measured only where the size is ours to change.
         if options.block_size is None:
-            block_size.measure(results.full_blocks)
+            block_size.measure(results.full_blocks, all(map(_is_resident, slices)))
         check_survivors(self.plan, location, stage, results.groups, options.min_groups)
         # Before the round's own entry: a resumed call must not count dropped groups.
         if len(self.report.dropped) > dropped_before:

@@ -30,12 +30,12 @@ class EngineOptions:
       block_size: How many groups a worker sends one result of. Default: such that each
         worker gets four blocks, or one if sums have over 16 MB, of at most 16 MB of
         inputs and of slices that are sent. In later rounds there are fewer blocks if
-        they take less than 20 ms, and smaller ones if they take more than 5 s, or than
-        a fourth of `timeout`. A worker runs as many groups of a block at once as have
-        16 MB of inputs and results. Sums within a block are made in the dtype of the
-        program; blocks are added up in float64. The last bits of results depend on the
-        size, of sums with `wire=` more than these: give it if they must be the same in
-        each run.
+        they take less than 20 ms, and 0.1 s for each megabyte of their sums, and
+        smaller ones if they take more than 5 s, or than a fourth of `timeout`. A worker
+        runs as many groups of a block at once as have 16 MB of inputs and results. Sums
+        within a block are made in the dtype of the program; blocks are added up in
+        float64. The last bits of results depend on the size, of sums with `wire=` more
+        than these: give it if they must be the same in each run.
       on_error: What happens if a group fails. `"raise"`: the call raises an
         `EngineError`. `"drop"`: the group takes no part in the rest of the call. Sums
         are then over the survivors, means are divided by their number, and in returned

@@ -103,6 +103,25 @@ def test_by_time_of_blocks():
     assert size.value == 4  # in bytes it is enough
 
 
+def test_large_sums_are_sent_seldom():
+    size = block_size(1000, results=1_000_000)
+    size.measure(took(0.2))  # a tenth of a second for each megabyte is enough
+    assert (size.value, size.sent) == (250, 4_000_000)
+    size = block_size(1000, results=1_000_000)
+    size.measure(took(0.5))
+    assert size.value == 125
+    size = block_size(1000, results=1_000_000, timeout=2.0)
+    size.measure(took(0.3))  # and half a second is late
+    assert size.value == 125
+
+
+def test_resident_data_does_not_limit_blocks():
+    size = block_size(1000, floats=1_000_000)
+    size.measure(took(0.001), resident=True)
+    assert size.value == 72  # of 80 groups in 20 ms, seven blocks for each worker
+    assert size.batch == 4
+
+
 def test_it_changes_seldom():
     size = block_size(4000)
     for seconds in (12.0, 60.0, 0.001, 100.0, 0.001):  # of a busy machine
