@@ -6,8 +6,8 @@ Invariants:
 
 * Each group has exactly one result. Results come in the order of the groups, whatever
   worker is faster, so that float sums do not depend on timing.
-* The number of blocks in memory is bounded: at most two for each worker are in flight,
-  and as many again are done and wait for an earlier one.
+* The blocks in memory are bounded: at most two for each worker are in flight, and as
+  many again, or 64 MB, are done and wait for an earlier one.
 * A block that is lost is tried again as often as the option `retries` says, then by
   halves, until one group is left: that group has failed.
 
@@ -31,6 +31,8 @@ from drjax.engines.core.messages import Block, BlockResult
 from drjax.engines.core.protocols import Lost, Pool, Results, StageCall
 
 _LOOK = 1.0  # seconds between looks whether the call was canceled
+_WAITING = 64 << 20  # bytes of blocks that may be done and wait for an earlier one
+_OBJECTS = 4 << 10  # of each in Python's objects
 
 
 @dataclass
@@ -146,12 +148,15 @@ class _Scheduler:
         `loaded` reads the blocks in order, each with the reasons for groups of it whose
         data could not be read.
         """
-        unsent, ordered, more = enumerate(loaded), _OrderedResults(), True
+        unsent, ordered, more = enumerate(loaded), _OrderedResults(self.call), True
         while more or ordered.waiting:
-            # Blocks are read at most this far ahead of the oldest without a result:
-            # one slow block must not let all others pile up in memory.
+            # Blocks are read at most this far ahead of the oldest without a result: it
+            # may be slow, or lost with its machine, which Ray may see seconds later.
+            # That must neither let all others pile up in memory, nor stop them.
             most = 2 * self.in_flight.limit
-            while more and len(ordered.waiting) < most and self.in_flight.free():
+            while more and self.in_flight.free():
+                if len(ordered.waiting) >= most and ordered.size >= _WAITING:
+                    break
                 item = next(unsent, None)
                 if item is None:
                     more = False
@@ -457,10 +462,15 @@ class _OrderedResults:
     Attributes:
       waiting: The `_BlockState.position`s of the blocks whose result was not yielded
         yet, in the order of the groups. The scheduler appends that of each new block.
+      size: The bytes of the blocks that are done, with their results.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, call: StageCall) -> None:
         self.waiting: list[tuple[int, ...]] = []
+        self.size = 0
+        # Slices of arrays are views.
+        self._read = any(x.source is not None for x in call.slices)
+        self._sums = call.partial_bytes
         self._results: dict[tuple[int, ...], tuple[Block, BlockResult]] = {}
 
     def add(self, state: _BlockState, result: BlockResult) -> None:
@@ -471,6 +481,11 @@ class _OrderedResults:
         if state.failed:
             result = replace(result, failed=result.failed | state.failed)
         self._results[state.position] = state.block, result
+        self.size += self._size(state.block, result)
+
+    def _size(self, block: Block, result: BlockResult) -> int:
+        slices = [*result.slices, *(block.slices if self._read else ())]
+        return _OBJECTS + self._sums + sum(getattr(x, "nbytes", 0) for x in slices)
 
     def split(self, state: _BlockState, halves: list[_BlockState]) -> None:
         """Replace a block that waits for its result by its two halves, in its place.
@@ -483,7 +498,9 @@ class _OrderedResults:
     def ready(self) -> Results:
         """Remove and yield the results that no earlier block holds up, in order."""
         while self.waiting and self.waiting[0] in self._results:
-            yield self._results.pop(self.waiting.pop(0))
+            done = self._results.pop(self.waiting.pop(0))
+            self.size -= self._size(*done)
+            yield done
 
 
 def _only_failures(failed: dict[int, str]) -> BlockResult:

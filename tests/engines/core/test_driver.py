@@ -22,6 +22,7 @@ import drjax
 from drjax._extras import needed
 from drjax.backends import in_process, reference
 from drjax.backends.groups import Groups
+from drjax.engines.core import pool_scheduler
 from drjax.engines.core.driver import Runner
 from drjax.engines.core.options import EngineOptions
 from drjax.engines.in_process.adapter import InProcess
@@ -402,8 +403,14 @@ def test_an_exported_plan_is_not_exported_again():
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_blocks_are_read_only_so_far_ahead_of_a_slow_one(workers):
-    """Four blocks for each worker: two in flight, and as many with a result."""
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_blocks_are_read_only_so_far_ahead_of_a_slow_one(size, workers, monkeypatch):
+    """Four blocks for each worker: two in flight, and as many with a result.
+
+    Small blocks are all read: a slow one stops no worker.
+    """
+    if size == "large":
+        monkeypatch.setattr(pool_scheduler, "_WAITING", 0)
 
     class Slow(InProcess):
         """The first block ends when no other is left."""
@@ -426,7 +433,34 @@ def test_blocks_are_read_only_so_far_ahead_of_a_slow_one(workers):
     plan = drjax.make_plan(drjax.program(clients=20)(drjax.reduce_sum))(jnp.zeros(20))
     run = Runner(plan, pool := Slow(workers), EngineOptions.checked(block_size=1))
     assert run(np.ones(20, np.float32)) == 20 and run.report.resumed == 0
-    assert pool.most == 4 * workers and pool.sent == 20
+    assert pool.most == (4 * workers if size == "large" else 20) and pool.sent == 20
+
+
+def test_blocks_that_wait_are_bounded_by_their_bytes(monkeypatch):
+    """Of sums, of slices that are read later, and of data that the driver has read."""
+    n, sizes = 20, []
+
+    class Sizes(pool_scheduler._OrderedResults):
+        def add(self, state, result):
+            super().add(state, result)
+            sizes.append(self.size)
+
+        def ready(self):
+            yield from super().ready()
+            assert self.waiting or self.size == 0
+
+    @drjax.program(clients=n)
+    def program(x):
+        return drjax.reduce_sum(x), drjax.map_fn(jnp.sin, x)
+
+    monkeypatch.setattr(pool_scheduler, "_OrderedResults", Sizes)
+    zeros = np.zeros((n, 1000), np.float32)
+    plan = drjax.make_plan(program)(zeros)
+    for data, arrays in ((zeros, 2), (Groups([*zeros]), 3)):
+        in_process.compile(plan, block_size=1)(data)
+        one = pool_scheduler._OBJECTS + 4000 * arrays
+        assert sizes[0] == one and {size % one for size in sizes} == {0}
+        sizes.clear()
 
 
 def test_an_interrupt_ends_the_blocks_in_flight():
