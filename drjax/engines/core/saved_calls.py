@@ -18,6 +18,7 @@ into it, so it must be one for all of them, as a URL is, or a shared disk.
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ from drjax.plan import Value
 _CALL = re.compile(r"call-(\d+)")
 _SLICES = re.compile(r"slices-[0-9a-f]{64}")
 _KEPT = 2
+_AT_ONCE = 16  # files that are removed
 
 
 def write_slices(folder: str, arrays: Sequence[np.ndarray]) -> str:
@@ -237,10 +239,11 @@ class SavedCalls:
             # One that this process has not used, as it was damaged, names nothing.
             kept |= {calls[number], *self._named.get(number, ())}
         self._named = {i: x for i, x in self._named.items() if calls.get(i) in kept}
-        for name in folder.names():
-            ours = _CALL.fullmatch(name) or _SLICES.fullmatch(name)
-            if ours and name not in kept:
-                folder.remove(name)
+        ours = lambda name: _CALL.fullmatch(name) or _SLICES.fullmatch(name)
+        gone = [x for x in folder.names() if x not in kept and ours(x)]
+        # At once: of an object store each takes a while, and workers have left many.
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            list(pool.map(folder.remove, gone))
 
     def _names(self, folder: _storage.Folder) -> dict[int, str]:
         return {int(m[1]): m[0] for m in map(_CALL.fullmatch, folder.names()) if m}
