@@ -13,6 +13,7 @@ Sharp edges: `skip` and `state` must be answered while `run` runs, so an actor n
 second thread.
 """
 
+import importlib
 import os
 import pickle
 from collections.abc import Callable, Sequence
@@ -140,6 +141,9 @@ class Worker:
     """
 
     def __init__(self):
+        # What JAX imports when an exported function is first called, which takes a
+        # third of the time of a short first block: others may wait for that one.
+        importlib.import_module("scipy.linalg")
         self._files: dict[str, File] = {}
         self._slices: dict[int, Arrays] = {}
 
