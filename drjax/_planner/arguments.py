@@ -46,11 +46,13 @@ def flat_inputs(
             array = as_array(leaf)
         # Also the error of `Groups.dtype`.
         except (TypeError, DrjaxError) as error:
-            fix = where_it_goes(leaf)
-            raise DrjaxTypeError(
-                f"{plan.name} needs an array as {value.name}, got "
-                f"{type(leaf).__name__}.{f' {fix}.' if fix else ''}"
-            ) from error
+            text = f"{plan.name} needs an array as {value.name}, got "
+            text += f"{type(leaf).__name__}."
+            if fix := where_it_goes(leaf):
+                text += f" {fix}."
+            elif isinstance(error, DrjaxError):
+                text += f" {error}"
+            raise DrjaxTypeError(text) from error
         shape = value.whole_shape(plan.size)
         if array.shape != shape:
             raise DrjaxValueError(
