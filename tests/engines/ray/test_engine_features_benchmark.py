@@ -37,6 +37,7 @@ def test_goals_are_shares_of_the_baseline():
 
 
 @pytest.mark.engines
+@pytest.mark.grid  # more than a minute
 def test_loops_by_plain_ray_give_the_same_results(tmp_path):
     run("-m", "benchmarks.engine_features", "--quick", "--out", str(tmp_path))
     (file,) = tmp_path.glob("*.json")
