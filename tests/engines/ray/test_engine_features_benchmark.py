@@ -1,6 +1,6 @@
 """What the benchmark of the Ray engine's features promises, but for times.
 
-Covers: benchmarks.
+Covers: drjax.engines.ray.adapter, benchmarks.
 """
 
 import json
