@@ -117,8 +117,8 @@ def test_default_tests_are_those_of_the_readme():
 def test_hosted_jobs_are_jobs_of_the_gate(path):
     (listed,) = re.findall(r"^  (lint \|.+)\)$", GATE, re.M)
     named = re.findall(r"^(\w+)=", GATE, re.M)
-    (others,) = re.findall(r"^  for which in (.+); do$", GATE, re.M)
-    engines = ["ray", *others.split()]
+    (others,) = re.findall(r'"engine \$1 "\{(.+?)\}', GATE)
+    engines = ["ray", *others.split(",")]
     for job in _jobs(path):
         for name in job["strategy"]["matrix"]["job"]:
             function, *environment = name.split()
