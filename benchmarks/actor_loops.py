@@ -135,11 +135,28 @@ class Member(Sharded):
         return total if jax.process_index() == 0 else None
 
 
-class ShardedLoop:
+class Loop:
+    """What actors compute for n groups.
+
+    Attributes:
+      actors: They end with the loop.
+    """
+
+    actors: list[Any]
+
+    def __init__(self, n: int):
+        self.ray, self.n = importlib.import_module("ray"), n
+
+    def close(self) -> None:
+        for one in self.actors:
+            self.ray.kill(one)
+
+
+class ShardedLoop(Loop):
     """Two actors of so many virtual devices, each with half of the groups."""
 
     def __init__(self, x: np.ndarray, devices: int):
-        self.ray, self.n = importlib.import_module("ray"), len(x)
+        super().__init__(len(x))
         kind = actor(Sharded, {"JAX_NUM_CPU_DEVICES": str(devices)})
         self.actors = [kind.remote(half) for half in np.array_split(x, 2)]
         self.pids = self.ray.get([one.pid.remote() for one in self.actors])
@@ -150,16 +167,12 @@ class ShardedLoop:
         sums = [x for x in sums if x is not None]
         return jax.tree.map(lambda w, *g: w - RATE * sum(g) / self.n, model, *sums)
 
-    def close(self) -> None:
-        for one in self.actors:
-            self.ray.kill(one)
-
 
 class GangLoop(ShardedLoop):
     """One worker of two processes in a placement group, which JAX connects."""
 
     def __init__(self, x: np.ndarray, devices: int):
-        self.ray, self.n = importlib.import_module("ray"), len(x)
+        Loop.__init__(self, len(x))
         bundles = [{"CPU": 0.001}] * 2
         self.group = self.ray.util.placement_group(bundles, strategy="SPREAD")
         place = importlib.import_module("ray.util.scheduling_strategies")
@@ -202,7 +215,7 @@ class Trainer:
         """When this has returned, the actor has started."""
 
 
-class ElasticLoop:
+class ElasticLoop(Loop):
     """Blocks go to actors that are free; what is lost runs again, after a wait.
 
     An actor that is lost is replaced; the new one gets blocks once it has started.
@@ -210,7 +223,7 @@ class ElasticLoop:
     """
 
     def __init__(self, blocks: Sequence[Any], n: int, steps: int, **options: Any):
-        self.ray, self.n = importlib.import_module("ray"), n
+        super().__init__(n)
         self.blocks = [*map(self.ray.put, blocks)]
         self.start = lambda: actor(Trainer, **options).remote(steps)
         self.idle, self.starting, self.retried, self.wait = [], {}, 0, 0.0
@@ -236,10 +249,8 @@ class ElasticLoop:
             pause = min((x[0] - now for x in later), default=None)
             refs = [*running, *self.starting]
             for ref in self.ray.wait(refs, timeout=pause)[0]:
-                lost = ref in running
-                one, block = (
-                    running.pop(ref) if lost else (self.starting.pop(ref), None)
-                )
+                ran = ref in running
+                one, block = running.pop(ref) if ran else (self.starting.pop(ref), None)
                 try:
                     result = self.ray.get(ref)
                 except self.ray.exceptions.RayActorError:
@@ -255,9 +266,9 @@ class ElasticLoop:
         total = jax.tree.map(lambda *x: sum(x), *(parts[i] for i in sorted(parts)))
         return jax.tree.map(lambda x: x / np.float32(self.n), total)
 
-    def close(self) -> None:
-        for one in (*self.idle, *self.starting.values()):
-            self.ray.kill(one)
+    @property
+    def actors(self) -> list[Any]:
+        return [*self.idle, *self.starting.values()]
 
 
 class Holder:
@@ -271,22 +282,18 @@ class Holder:
         return to_numpy(self.total(model, *self.data))
 
 
-class FixedLoop:
+class FixedLoop(Loop):
     """Two actors, each with half of the data."""
 
     def __init__(self, data: Sequence[np.ndarray], steps: int):
-        self.ray, self.n = importlib.import_module("ray"), len(data[0])
-        halves = [[x[: self.n // 2] for x in data], [x[self.n // 2 :] for x in data]]
+        super().__init__(len(data[0]))
+        halves = zip(*(np.array_split(x, 2) for x in data), strict=True)
         self.actors = [actor(Holder).remote(steps, *half) for half in halves]
 
     def __call__(self, model: Any) -> Any:
         stored = self.ray.put(model)
         parts = self.ray.get([one.run.remote(stored) for one in self.actors])
         return jax.tree.map(lambda a, b: (a + b) / np.float32(self.n), *parts)
-
-    def close(self) -> None:
-        for one in self.actors:
-            self.ray.kill(one)
 
 
 # ---------------------------------------------------------------------------------
@@ -338,12 +345,12 @@ class Keeper:
         return np.asarray(self.own)
 
 
-class KeepingLoop:
+class KeepingLoop(Loop):
     """SCAFFOLD in two actors; the driver's file, written last, ends a round."""
 
     def __init__(self, data: Sequence[np.ndarray], steps: int, folder: Path):
-        self.ray, self.n = importlib.import_module("ray"), len(data[0])
-        halves = [[x[: self.n // 2] for x in data], [x[self.n // 2 :] for x in data]]
+        super().__init__(len(data[0]))
+        halves = zip(*(np.array_split(x, 2) for x in data), strict=True)
         folder.mkdir(exist_ok=True, parents=True)
         self.folder, self.count = folder, 0
         self.actors = [
@@ -376,10 +383,6 @@ class KeepingLoop:
     def fetch(self) -> np.ndarray:
         return np.concatenate(self.ray.get([x.fetch.remote() for x in self.actors]))
 
-    def close(self) -> None:
-        for one in self.actors:
-            self.ray.kill(one)
-
 
 # ---------------------------------------------------------------------------------
 # Data that stays the same
@@ -398,11 +401,12 @@ class Cached:
         return np.asarray(self.total(model, self.data))
 
 
-class CachedLoop:
+class CachedLoop(Loop):
     """The data is put once, of which actors keep their part."""
 
     def __init__(self, x: np.ndarray):
-        self.ray, self.n = importlib.import_module("ray"), x.shape[0] * x.shape[1]
+        super().__init__(len(x))
+        self.records = x.shape[0] * x.shape[1]
         self.actors = [actor(Cached).remote() for _ in range(2)]
         halves = [*map(self.ray.put, np.array_split(x, 2))]
         zeros = np.zeros(x.shape[-1], np.float32)
@@ -414,11 +418,7 @@ class CachedLoop:
         halves = (None, None) if data is None else np.array_split(data, 2)
         pairs = zip(self.actors, halves, strict=True)
         parts = self.ray.get([one.run.remote(stored, half) for one, half in pairs])
-        return model - 0.1 * (parts[0] + parts[1]) / np.float32(self.n)
-
-    def close(self) -> None:
-        for one in self.actors:
-            self.ray.kill(one)
+        return model - 0.1 * (parts[0] + parts[1]) / np.float32(self.records)
 
 
 class EventLog:

@@ -139,14 +139,19 @@ def difference(results: Any, others: Any) -> float:
 
 def in_turn(loops: Loops, model: Any, rounds: int) -> tuple[dict[str, list], dict]:
     """Seconds of rounds, and the last results: each goes on from its own."""
-    seconds: dict[str, list[float]] = {name: [] for name in loops}
     models = dict.fromkeys(loops, model)
+    return going_on(loops, models, rounds), models
+
+
+def going_on(loops: Loops, models: dict[str, Any], rounds: int) -> dict[str, list]:
+    """Seconds of rounds that begin with the models, by who runs, and replace them."""
+    seconds: dict[str, list[float]] = {name: [] for name in loops}
     for turn in range(rounds):
         for name in run.shuffled(loops, turn):
             begin = time.perf_counter()
             models[name] = jax.block_until_ready(loops[name](models[name]))
             seconds[name].append(time.perf_counter() - begin)
-    return seconds, models
+    return seconds
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
@@ -277,12 +282,11 @@ class Schedule:
     """Kills the process that has done a block, at some blocks."""
 
     def __init__(self) -> None:
-        self.kill_at: list[int] = []
         self.seconds: list[float] = []  # of each block that is done
         self.begin([])
 
     def begin(self, kill_at: Sequence[int]) -> None:
-        self.kill_at, self.done = [*kill_at], 0
+        self.kill_at, self.done = kill_at, 0
         self.pids: set[int] = set()
 
     def __call__(self, pid: int, seconds: float) -> None:
@@ -572,13 +576,8 @@ def in_checkpoints(sizes: Sizes, steps: int, limit: float, folder: Path) -> Meas
             HAND_WRITTEN: lambda state: (*loop(*state[:2]), None),
         }
         _, models = in_turn(loops, scaffold.start, 3)
-        seconds: dict[str, list[float]] = {name: [] for name in loops}
-        for turn in range(sizes.small if limit == SMALL else sizes.rounds):
-            for name in run.shuffled(loops, turn):
-                begin = time.perf_counter()
-                models[name] = loops[name](models[name])
-                seconds[name].append(time.perf_counter() - begin)
-        result.seconds = seconds
+        rounds = sizes.small if limit == SMALL else sizes.rounds
+        result.seconds = going_on(loops, models, rounds)
         ours = (*models[OURS][:2], models[OURS][2].fetch())
         theirs = (*models[HAND_WRITTEN][:2], loop.fetch())
         result.difference = difference(ours, theirs)
@@ -661,9 +660,7 @@ def put_once(sizes: Sizes) -> Measured:
             f"{OURS}, passed each time": lambda m: on_ray_anew(m, x),
             f"{HAND_WRITTEN}, passed each time": lambda m: theirs_anew(m, x),
         }
-        for _ in range(3):  # compiles; the size of blocks changes
-            for loop in loops.values():
-                loop(model)
+        in_turn(loops, model, 3)  # compiles; the size of blocks changes
         for name, loop in loops.items():
             with Serialized() as sent:
                 loop(model)
@@ -738,9 +735,9 @@ def more_of(x: Measured) -> str:
 
 def line(who: str, x: Measured) -> list[str]:
     """Of a table: a round of one side."""
-    low, middle, high = np.percentile(1e3 * np.array(x.seconds[who]), [25, 50, 75])
-    paired = np.array(x.seconds[who]) / np.array(x.seconds[HAND_WRITTEN])
-    cells = [who, f"{middle:.0f} ({low:.0f} to {high:.0f})", spread(paired)]
+    seconds = np.array(x.seconds[who])
+    paired = seconds / np.array(x.seconds[HAND_WRITTEN])
+    cells = [who, spread(1e3 * seconds, 0), spread(paired)]
     for values, scale in ((x.peak, "{:,.0f}"), (x.bytes, "{:,.4g}")):
         if values:
             cells.append(scale.format(values[who] / 1e6))

@@ -16,7 +16,6 @@ of the processes. With `--out` the tables go to `engines-ENGINE-jax-VERSION.md`.
 import argparse
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -29,6 +28,7 @@ import numpy as np
 
 import drjax
 from benchmarks import report, run
+from benchmarks.measured import Watched
 from benchmarks.report import Goal
 from benchmarks.worker import hello
 from drjax._extras import needed
@@ -174,37 +174,30 @@ def measure_files(engine: str, n: int) -> dict[str, Any]:
     }
 
 
-class _Memory:
+class _Memory(Watched):
     """The most resident memory of this process and of its descendants, in bytes."""
 
-    def __enter__(self) -> "_Memory":
+    seconds = 0.1
+
+    def __init__(self):
         self.peak = {"this process": 0, "largest other process": 0}
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._done.wait(0.1):
-            parents, resident = {}, {}
-            for path in Path("/proc").glob("[0-9]*/status"):
-                try:
-                    lines = path.read_text().splitlines()
-                except OSError:  # it has ended
-                    continue
-                fields = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
-                pid = int(path.parent.name)
-                parents[pid] = int(fields["PPid"])
-                resident[pid] = int(fields.get("VmRSS", "0 kB").split()[0]) * 1024
-            for pid, size in resident.items():
-                if pid == os.getpid():
-                    self._record("this process", size)
-                elif _descends(pid, parents):
-                    self._record("largest other process", size)
+    def look(self) -> None:
+        parents, resident = {}, {}
+        for path in Path("/proc").glob("[0-9]*/status"):
+            try:
+                lines = path.read_text().splitlines()
+            except OSError:  # it has ended
+                continue
+            fields = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+            pid = int(path.parent.name)
+            parents[pid] = int(fields["PPid"])
+            resident[pid] = int(fields.get("VmRSS", "0 kB").split()[0]) * 1024
+        for pid, size in resident.items():
+            if pid == os.getpid():
+                self._record("this process", size)
+            elif _descends(pid, parents):
+                self._record("largest other process", size)
 
     def _record(self, who: str, size: int) -> None:
         self.peak[who] = max(self.peak[who], size)

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -68,17 +68,12 @@ def seconds_of(fn: Callable[[], Any], runs: int) -> list[float]:
     return result
 
 
-class Own:
-    """The most memory of one of some processes, without what it maps of files.
+class Watched:
+    """A context in which a thread calls `look` every so many `seconds`."""
 
-    A part of the object store that only this process has touched so far, as a result
-    that nobody has read yet, is private by Linux's count, whoever runs first.
-    """
+    seconds: float
 
-    def __init__(self, pids: list[int]):
-        self._pids, self.peak = pids, 0
-
-    def __enter__(self) -> "Own":
+    def __enter__(self) -> Self:
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -89,17 +84,36 @@ class Own:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._done.wait(0.01):
-            for pid in self._pids:
-                try:
-                    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-                except OSError:  # it has ended
-                    continue
-                own = [x.split()[1] for x in lines if x.startswith("Anonymous:")]
-                self.peak = max(self.peak, 1024 * sum(map(int, own)))
+        while not self._done.wait(self.seconds):
+            self.look()
+
+    def look(self) -> None:
+        raise NotImplementedError
 
 
-def spread(ratios: np.ndarray) -> str:
+class Own(Watched):
+    """The most memory of one of some processes, without what it maps of files.
+
+    A part of the object store that only this process has touched so far, as a result
+    that nobody has read yet, is private by Linux's count, whoever runs first.
+    """
+
+    seconds = 0.01
+
+    def __init__(self, pids: list[int]):
+        self._pids, self.peak = pids, 0
+
+    def look(self) -> None:
+        for pid in self._pids:
+            try:
+                lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+            except OSError:  # it has ended
+                continue
+            own = [x.split()[1] for x in lines if x.startswith("Anonymous:")]
+            self.peak = max(self.peak, 1024 * sum(map(int, own)))
+
+
+def spread(values: np.ndarray, digits: int = 2) -> str:
     """The median and the quartiles."""
-    low, middle, high = np.percentile(ratios, [25, 50, 75])
-    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+    low, middle, high = (f"{x:.{digits}f}" for x in np.percentile(values, [25, 50, 75]))
+    return f"{middle} ({low} to {high})"

@@ -10,6 +10,7 @@ not refused any more.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -44,9 +45,7 @@ def temporary_bytes(as_integers: bool) -> int:
         y = jnp.sort(x)
         return jnp.sort(lax.bitcast_convert_type(y, jnp.int32) if as_integers else -y)
 
-    x = jax.ShapeDtypeStruct((_NUMBERS,), jnp.float32)
-    compiled: Any = jax.jit(sort_twice).lower(x).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
+    return _temporary(sort_twice, jax.ShapeDtypeStruct((_NUMBERS,), jnp.float32))
 
 
 def bytes_of_test(of_bools: bool) -> int:
@@ -55,9 +54,7 @@ def bytes_of_test(of_bools: bool) -> int:
     def test(x: jax.Array) -> jax.Array:
         return jnp.all(jnp.isfinite(x)) if of_bools else jnp.sum(jnp.sin(x))
 
-    x = jax.ShapeDtypeStruct((_NUMBERS,), jnp.float32)
-    compiled: Any = jax.jit(test).lower(x).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
+    return _temporary(test, jax.ShapeDtypeStruct((_NUMBERS,), jnp.float32))
 
 
 def bytes_of_branches(groups_first: bool) -> int:
@@ -90,8 +87,7 @@ def bytes_of_branches(groups_first: bool) -> int:
 
     groups = jax.ShapeDtypeStruct((8, *data.shape), data.dtype)
     flag = jax.ShapeDtypeStruct((), jnp.bool_)
-    compiled: Any = jax.jit(gradient).lower(flag, params, groups).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
+    return _temporary(gradient, flag, params, groups)
 
 
 def bytes_of_levels(with_axis: bool) -> int:
@@ -112,8 +108,12 @@ def bytes_of_levels(with_axis: bool) -> int:
         away_from_mean, mesh=mesh, in_specs=P(*names), out_specs=P()
     )
     x = jax.ShapeDtypeStruct((2, 16, _NUMBERS), jnp.float32)
-    compiled: Any = jax.jit(jax.grad(lambda x: jnp.sum(of_devices(x) ** 2))).lower(x)
-    return compiled.compile().memory_analysis().temp_size_in_bytes
+    return _temporary(jax.grad(lambda x: jnp.sum(of_devices(x) ** 2)), x)
+
+
+def _temporary(fn: Callable, *args: Any) -> int:
+    compiled: Any = jax.jit(fn).lower(*args).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
 
 
 def refused() -> list[list[str]]:
