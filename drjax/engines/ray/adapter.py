@@ -522,8 +522,10 @@ class Actors(Keeping):
             return x
         ray = self._connection.live()
         if x not in self._datasets:
-            # Of this process's workers: others may end, or be moved.
-            taken = self._options.get("num_cpus", 1) * self.working * self.processes
+            # Of this process's workers: others may end, or be moved. A worker that
+            # starts, as in place of one that was lost, is going to have its own.
+            workers = self.working + len({*self._starting.values()})
+            taken = self._options.get("num_cpus", 1) * workers * self.processes
             cpus = ray.cluster_resources().get("CPU", 0) - taken
             self._datasets[x] = rows_of(x, cpus)
         return self._datasets[x]
