@@ -6,10 +6,11 @@
 One device, one group at a time. Each row is a value and its gradient: the
 floating-point operations of matrix products that run, in units of a forward pass of all
 groups; the temporary memory; and the time. Hand-written code is a loop that keeps the
-index of the best group so far, and a derivative of the work of the chosen groups alone.
-Where a `lax.cond` decides about the work of a group, a branch counts as often as it
-runs. Times are medians of interleaved runs, relative to the hand-written code, with
-their quartiles. With `--out` the table goes to `chosen-jax-VERSION.md`.
+index of the best group so far, or the losses of all where several may be the largest,
+and a derivative of the work of the chosen groups alone, of several at once with
+`jax.checkpoint`. Where a `lax.cond` decides about the work of a group, a branch counts
+as often as it runs. Times are medians of interleaved runs, relative to the hand-written
+code, with their quartiles. With `--out` the table goes to `chosen-jax-VERSION.md`.
 """
 
 import statistics
@@ -44,6 +45,14 @@ def _slice_loss(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.sin(_work(w, x)))
 
 
+def _two_of(n: int) -> jax.Array:
+    return jnp.array([1, n // 2])
+
+
+def _together(slices: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.sin(slices[0] * slices[1]))
+
+
 # -------------------------------------------------------------------------------------
 # Ours
 
@@ -51,7 +60,7 @@ def _slice_loss(w: jax.Array, x: jax.Array) -> jax.Array:
 def _ours(n: int, combine: Callable) -> Callable:
     @drjax.program(clients=n)
     def program(w, x):
-        of_groups = lambda fn: drjax.map_fn(fn, (drjax.broadcast(w), x))
+        of_groups = lambda fn, *more: drjax.map_fn(fn, (drjax.broadcast(w), x, *more))
         return combine(n, of_groups)
 
     return jax.value_and_grad(program)
@@ -74,8 +83,15 @@ def _one_slice(n: int, of_groups: Callable) -> jax.Array:
 
 def _two_slices(n: int, of_groups: Callable) -> jax.Array:
     slices = of_groups(_work)
-    chosen = jax.vmap(lambda i: drjax.select(slices, i))(jnp.array([1, n // 2]))
-    return jnp.sum(jnp.sin(chosen))
+    return _together(jax.vmap(lambda i: drjax.select(slices, i))(_two_of(n)))
+
+
+def _sum_of_two(n: int, of_groups: Callable) -> jax.Array:
+    def loss(w: jax.Array, x: jax.Array, i: jax.Array, chosen: jax.Array) -> jax.Array:
+        return jnp.where(jnp.any(i == chosen), _slice_loss(w, x), 0)
+
+    index, chosen = drjax.partition_index(), drjax.broadcast(_two_of(n))
+    return drjax.reduce_sum(of_groups(loss, index, chosen))
 
 
 def _some_losses(n: int, of_groups: Callable) -> jax.Array:
@@ -90,13 +106,13 @@ def _all_losses(n: int, of_groups: Callable) -> jax.Array:
 # Hand-written: each from the model and the data to a value and its gradient
 
 
-def _index_of(better: Callable, w: jax.Array, x: jax.Array) -> jax.Array:
-    """The group with the best loss, found group by group."""
+def _index_of_least(w: jax.Array, x: jax.Array) -> jax.Array:
+    """The group with the least loss, found group by group."""
 
     def step(carry: Any, item: Any) -> tuple[Any, None]:
         (best, index), (i, x) = carry, item
         loss = _loss(w, x)
-        first = better(loss, best) | (i == 0)
+        first = (loss < best) | (i == 0)
         return (jnp.where(first, loss, best), jnp.where(first, i, index)), None
 
     start = jnp.float32(0), jnp.int32(0)
@@ -104,39 +120,55 @@ def _index_of(better: Callable, w: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _written_worst(w: jax.Array, x: jax.Array) -> Any:
-    return jax.value_and_grad(_loss)(w, x[_index_of(jnp.greater, w, x)])
+    losses = lax.map(lambda x: _loss(w, x), x)
+    largest = jnp.max(losses)
+    # Groups with equal losses share the gradient, as those of `jnp.max` do.
+    mask, zeros = losses == largest, jnp.zeros_like(w)
+    total = _sum_over(_if_chosen(jax.grad(_loss), zeros), zeros, w, (mask, x))
+    return largest, total / jnp.sum(mask)
 
 
 def _written_best(w: jax.Array, x: jax.Array) -> Any:
-    return jax.value_and_grad(_slice_loss)(w, x[_index_of(jnp.less, w, x)])
+    return jax.value_and_grad(_slice_loss)(w, x[_index_of_least(w, x)])
 
 
 def _written_one(w: jax.Array, x: jax.Array) -> Any:
     return jax.value_and_grad(_slice_loss)(w, x[jnp.int32(len(x) // 2)])
 
 
-def _sum_over(fn: Callable, w: jax.Array, items: Any) -> Any:
-    """Add up pairs of a value and its gradient."""
-    add = lambda total, item: (jax.tree.map(jnp.add, total, fn(item)), None)
-    return lax.scan(add, (jnp.float32(0), jnp.zeros_like(w)), items)[0]
-
-
 def _written_two(w: jax.Array, x: jax.Array) -> Any:
-    each = lambda i: jax.value_and_grad(_slice_loss)(w, x[i])
-    return _sum_over(each, w, jnp.array([1, len(x) // 2]))
+    def loss(w: jax.Array) -> jax.Array:
+        work = jax.checkpoint(lambda i: _work(w, x[i]))
+        return _together(lax.map(work, _two_of(len(x))))
+
+    return jax.value_and_grad(loss)(w)
+
+
+def _sum_over(fn: Callable, start: Any, w: jax.Array, items: Any) -> Any:
+    """Add up what a function of the model returns for each of some items."""
+    add = lambda total, item: (jax.tree.map(jnp.add, total, fn(w, item)), None)
+    return lax.scan(add, start, items)[0]
+
+
+def _written_sum(w: jax.Array, x: jax.Array) -> Any:
+    each = lambda w, i: jax.value_and_grad(_slice_loss)(w, x[i])
+    return _sum_over(each, (jnp.float32(0), jnp.zeros_like(w)), w, _two_of(len(x)))
 
 
 def _written_mean(chosen: Callable) -> Callable:
     def run(w: jax.Array, x: jax.Array) -> Any:
-        nothing = lambda w, x: (jnp.float32(0), jnp.zeros_like(w))
-        each = lambda item: lax.cond(
-            item[0], jax.value_and_grad(_loss), nothing, w, item[1]
-        )
-        mask = chosen(jnp.arange(len(x)))
-        total = _sum_over(each, w, (mask, x))
+        mask, start = chosen(jnp.arange(len(x))), (jnp.float32(0), jnp.zeros_like(w))
+        each = _if_chosen(jax.value_and_grad(_loss), start)
+        total = _sum_over(each, start, w, (mask, x))
         return jax.tree.map(lambda y: y / jnp.sum(mask), total)
 
     return run
+
+
+def _if_chosen(fn: Callable, zeros: Any) -> Callable:
+    """Call a function for the groups of a mask, in place of `zeros`."""
+    nothing = lambda *_: zeros
+    return lambda w, item: lax.cond(item[0], fn, nothing, w, item[1])
 
 
 @dataclass(frozen=True)
@@ -147,35 +179,40 @@ class Task:
       ours: From n, and from a function of the model and a group's data to its values in
         all groups, to a number.
       written: From the model and the data of all groups to a value and its gradient.
-      chosen: How many of n groups are chosen.
+      busy: The part of the n groups which a loop with branches does not leave out.
     """
 
     ours: Callable[[int, Callable], jax.Array]
     written: Callable[[jax.Array, jax.Array], Any]
-    chosen: Callable[[int], int]
+    busy: Callable[[int], float]
+
+
+def _always(_: int) -> float:
+    return 1.0
 
 
 TASKS = {
-    "the largest loss": Task(_worst_loss, _written_worst, lambda n: 1),
-    "the slices of the best group": Task(_best_slice, _written_best, lambda n: 1),
-    "the slices of one group": Task(_one_slice, _written_one, lambda n: 1),
-    "those of a batch of two": Task(_two_slices, _written_two, lambda n: 2),
+    "the largest loss": Task(_worst_loss, _written_worst, lambda n: 1 / n),
+    "the slices of the best group": Task(_best_slice, _written_best, _always),
+    "the slices of one group": Task(_one_slice, _written_one, _always),
+    "the slices of two groups": Task(_two_slices, _written_two, _always),
+    "a sum over two groups": Task(_sum_of_two, _written_sum, _always),
     "a mean over an eighth": Task(
-        _some_losses, _written_mean(lambda i: i % 8 == 3), lambda n: n // 8
+        _some_losses, _written_mean(lambda i: i % 8 == 3), lambda n: 1 / 8
     ),
     "a mean over a mask of all": Task(
-        _all_losses, _written_mean(lambda i: i >= 0), lambda n: n
+        _all_losses, _written_mean(lambda i: i >= 0), _always
     ),
 }
 
 
-def passes(compiled: Any, n: int, chosen: int) -> float:
-    """Count the forward passes of n groups, where so many of these are chosen."""
+def passes(compiled: Any, n: int, busy: float) -> float:
+    """Count the forward passes of n groups; branches for a part of them are `busy`."""
     module = Module(compiled.as_text())
     entry = module.computations[module.entry]
     least, most = (Schedule(module, of).flops(entry) for of in (min, max))
     assert least is not None and most is not None, "the length of a loop is not known"
-    return (least + (most - least) * chosen / n) / (OF_FORWARD * n)
+    return (least + (most - least) * busy) / (OF_FORWARD * n)
 
 
 def measure(
@@ -204,7 +241,7 @@ def measure(
                 seconds[how].append(time.perf_counter() - start)
         for how in both:
             row = {"task": name, "n": n, "how": how, "seconds": seconds[how][1:]}
-            row["passes"] = passes(compiled[how], n, task.chosen(n))
+            row["passes"] = passes(compiled[how], n, task.busy(n))
             row["temp"] = compiled[how].memory_analysis().temp_size_in_bytes
             rows.append(row)
     return rows

@@ -57,6 +57,22 @@ def bytes_of_test(of_bools: bool) -> int:
     return _temporary(test, jax.ShapeDtypeStruct((_NUMBERS,), jnp.float32))
 
 
+def bytes_of_choice(by_sum: bool) -> int:
+    """Temporary ones of a product with one of two slices, or with zeros.
+
+    These are chosen by a sum over the axis of two, or the two are added.
+    """
+
+    def product(chosen: jax.Array, slices: jax.Array, y: jax.Array) -> jax.Array:
+        if by_sum:
+            return jnp.sum(jnp.where(chosen[:, None], slices, 0), 0) * y
+        first, second = (jnp.where(chosen[i], slices[i], 0) for i in range(2))
+        return (first + second) * y
+
+    of = lambda *shape: jax.ShapeDtypeStruct((*shape, _NUMBERS), jnp.float32)
+    return _temporary(product, jax.ShapeDtypeStruct((2,), bool), of(2), of())
+
+
 def bytes_of_branches(groups_first: bool) -> int:
     """Temporary ones of a gradient of local steps of 8 groups, in a branch.
 
@@ -139,6 +155,12 @@ def refused() -> list[list[str]]:
             f"{bytes_of_test(False):,} bytes",
             f"{bytes_of_test(True):,} bytes",
             "two arrays of bools, where a mask leaves groups out of a gradient",
+        ],
+        [
+            "a sum over an axis of two in the loop that multiplies it",
+            f"{bytes_of_choice(False):,} bytes",
+            f"{bytes_of_choice(True):,} bytes",
+            "one more slice, where the server computes with a batch of chosen groups",
         ],
         [
             "results of a conditional in the order in which they are computed",

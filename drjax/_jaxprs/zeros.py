@@ -60,7 +60,7 @@ _OF_ALL = frozenset(
     xor""".split()
 )
 # All elements of the result of these are elements of the operand.
-_VIEWS = frozenset("broadcast_in_dim expand_dims reshape squeeze transpose".split())
+VIEWS = frozenset("broadcast_in_dim expand_dims reshape squeeze transpose".split())
 
 
 @_compat.weakref_lru_cache
@@ -121,7 +121,7 @@ def _results(
         own: list[Any] = [
             x if isinstance(x, Literal) else names.get(x) for x in eqn.invars
         ]
-        if eqn.primitive.name in _VIEWS and own[0] is not None:
+        if eqn.primitive.name in VIEWS and own[0] is not None:
             names[eqn.outvars[0]] = own[0]
         outs = _of_equation(eqn, [*map(cases, eqn.invars)], own)
         known.update(zip(eqn.outvars, outs, strict=True))

@@ -135,6 +135,7 @@ def plan_to_run(jaxpr: ClosedJaxpr, options: Options) -> xla.Choice:
 
     Else the plan that rematerializes it; and how many groups of a device run at once.
     As many as fit in memory: what of both fits and takes less time (see `xla.fitted`).
+    Where an index chooses a group, the plan in which only this one does it again.
     """
     step, of = options.groups_per_step, {"store": False, "recompute": True}
     # Made when it is asked for: most chunks are smaller, and need one plan.
@@ -146,7 +147,12 @@ def plan_to_run(jaxpr: ClosedJaxpr, options: Options) -> xla.Choice:
         plan = make("recompute")
         if step < xla.groups_of_device(plan):
             return xla.Choice(plan, "recompute", step)
-    return xla.Choice(make(names[0]), names[0], step)
+    plan = make(names[0])
+    if len(names) > 1 and xla.leaves_out_groups(plan):
+        again = make("recompute")
+        if xla.average_work(again) < xla.average_work(plan):
+            return xla.Choice(again, "recompute", None)
+    return xla.Choice(plan, names[0], step)
 
 
 @_cached

@@ -224,6 +224,7 @@ def choices():
         counted(branches, "rewritten", lambda _, new: ["in branches"] * bool(new)),
         counted(ChunkedStage, "_updated", lambda _, x: ["in place"] * len(x)),
         counted(ChunkedStage, "_unless_idle", lambda *_: ["left out"]),
+        counted(ChunkedStage, "_of_chosen", lambda *_: ["by index"]),
         counted(segments, "buckets_of_groups", lambda _, x: [f"{x} buckets"]),
         counted(segments.InSegments, "only_in", lambda *_: ["one slice"]),
         counted(build_stages, "later_sums", lambda _, x: ["later"] * len(x)),

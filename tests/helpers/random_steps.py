@@ -603,13 +603,21 @@ def _reductions(slices: str, result: str) -> None:
     def where(x):
         return blocks.reduce_mean(x, where=blocks.partition_index() != 1)
 
+    def select(x, w):
+        known = 2 % len(x)
+        if slices == "p0":
+            return blocks.select(x, known)
+        # A batch of two, which may be the same group.
+        chosen = jnp.stack([known, blocks.reduce_argmax(_apart(w))])
+        return jax.vmap(lambda i: blocks.select(x, i))(chosen).mean(0)
+
     works = {
         "sum": lambda x, w: bounded(blocks.reduce_sum(x)),
         "mean": lambda x, w: blocks.reduce_mean(x),
         "max": lambda x, w: blocks.reduce_max(_apart(x)) - 1,
         "min": lambda x, w: blocks.reduce_min(_apart(x)),
         "weighted": lambda x, w: blocks.reduce_weighted_mean(x, 1.2 + jnp.sin(w)),
-        "select": lambda x, w: blocks.select(x, 2 % len(x)),
+        "select": select,
         "where": lambda x, w: where(x),
     }
     _add_table(f"reduce_{slices}", f"{slices} p0", result, works)

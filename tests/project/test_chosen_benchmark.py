@@ -1,4 +1,4 @@
-"""Programs that choose groups: no more work than hand-written loops, but for rounds.
+"""Programs that choose groups: no more work than hand-written loops.
 
 Covers: benchmarks, drjax.backends.xla.idle_chunks.
 """
@@ -10,14 +10,12 @@ from benchmarks import chosen
 from benchmarks.chosen import OURS, WRITTEN
 
 N = 16
-# Slices that ours holds more, one for each that is chosen; older XLA copies another.
-KEPT = 2.5 if jax.__version_info__ >= (0, 12) else 3.5
-# A forward pass of the chosen groups, where the server comes between it and the
-# backward pass.
-AGAIN = {
-    "the slices of the best group": 1,
-    "the slices of one group": 1,
-    "those of a batch of two": 2,
+# Slices that ours holds more: `benchmarks.refused` has why. Older XLA copies another.
+OLDER = jax.__version_info__ < (0, 12)
+KEPT = {
+    "the slices of two groups": 1.76 if OLDER else 0.76,
+    "a mean over an eighth": 0.52,
+    "a mean over a mask of all": 0.52,
 }
 
 
@@ -30,9 +28,9 @@ def rows():
 @pytest.mark.parametrize("task", chosen.TASKS)
 def test_no_more_work(rows, task):
     ours, written = rows[task, OURS], rows[task, WRITTEN]
-    assert ours["passes"] == pytest.approx(written["passes"] + AGAIN.get(task, 0) / N)
-    model, slices = 4 * chosen.WIDTH**2, 4 * chosen.BATCH * chosen.WIDTH
-    assert ours["temp"] <= written["temp"] + 2 * model + KEPT * slices
+    assert ours["passes"] == pytest.approx(written["passes"])
+    slices = 4 * chosen.BATCH * chosen.WIDTH
+    assert ours["temp"] <= 1.005 * written["temp"] + KEPT.get(task, 0) * slices
 
 
 def test_the_table(rows):

@@ -61,7 +61,12 @@ from drjax.backends.xla.fold_states import (
     RunningFold,
     split_states,
 )
-from drjax.backends.xla.idle_chunks import Decision, decision
+from drjax.backends.xla.idle_chunks import (
+    Decision,
+    Indices,
+    decision_of,
+    indices_of,
+)
 from drjax.backends.xla.inner_programs import (
     OfOneGroup,
     Slices,
@@ -127,20 +132,11 @@ class ChunkedStage:
         self._partitioned = [True, *(v.partitioned for v in stage.inputs)]
         self._axes = [0 if p else None for p in self._partitioned]
         self._effects = _compat.effects_of(stage.jaxpr)
-        self._decision = self._decide_by()
-
-    def _decide_by(self) -> Decision | None:
-        """Find what decides whether a chunk has work, if its results are only added.
-
-        None if all chunks have. Devices that share the model of a group, over other
-        axes of the mesh, have the same groups, and exchange parts of it in one branch.
-        """
-        stage = self.stage
-        plain = stage.exported is None and self._inner is None and not self._effects
-        summed = all(REDUCE_OPS[r.op].additive for r in self.reduces)
-        if not (plain and summed and self.reduces) or self.folds or self.kept:
-            return None
-        return decision(stage.jaxpr, tuple(sorted({*self._sources})))
+        # Of several levels, the jaxpr of the stage is not all that runs.
+        self._decision = None
+        if self._inner is None and not self.folds:
+            self._decision = decision_of(stage, self.reduces, self.kept)
+        self._chosen = self._decision and indices_of(self._decision, self._partitioned)
 
     def _find_placed(self) -> dict[int, tuple[int, PlacedOutput]]:
         """Find the outputs to reduce by segment; let the jaxpr return their parts."""
@@ -203,6 +199,9 @@ class ChunkedStage:
         # More than all groups of the device is all of them.
         step = count if step is None else max(1, min(step, count))
         steps, rest = divmod(count, step)
+        chosen = self._chosen
+        if chosen is not None and count > 1 and chosen.count < max(2, steps):
+            return self._of_chosen(chosen, first, slices), []
         # No loop for one chunk: XLA fuses the reduction into the work.
         if steps == 1 and not rest:
             indices = first + lax.iota(jnp.int32, count)
@@ -300,6 +299,55 @@ class ChunkedStage:
         from_loop = {True: iter(written), False: iter(others)}
         kept = [next(from_loop[j in updated]) for j in range(len(self.kept))]
         return [total.value for total in totals], kept
+
+    def _of_chosen(
+        self, chosen: Indices, first: Array, slices: Sequence[Slices]
+    ) -> list[PyTree]:
+        """As `_run`, where only groups of some indices have work: one after another.
+
+        A single one has no branch, so that the compiler merges its work with that of
+        other rounds; a device without this group leaves out what it has computed.
+        """
+        own, shared, layout = iter(slices), iter(self.shared), self.layout
+        inputs: list[Any] = [
+            next(own if v.partitioned else shared) for v in self.stage.inputs
+        ]
+        indices, new = chosen.ordered([first, *inputs])
+        # Of groups: padding has none, and a device without a group does not come here.
+        last = jnp.minimum(layout.per_device, layout.partition.size - first) - 1
+
+        def slice_at(slot: Array, x: Slices) -> Array:
+            own: Any = self._slots(x, slot, slot[None], False, None)
+            return lax.squeeze(own, (0,))
+
+        def sums(slot: Array) -> list[Array]:
+            own = [
+                slice_at(slot, x) if v.partitioned else x
+                for x, v in zip(inputs, self.stage.inputs, strict=True)
+            ]
+            outs = call(self.stage, [first + slot, *own])
+            pairs = zip(self.reduces, self._sources, strict=True)
+            return [REDUCE_OPS[r.op].local(outs[i][None]) for r, i in pairs]
+
+        nothing = lambda slot: tree_zeros_like(types_of(lambda: sums(slot)))
+
+        def slot_of(index: Array, new: Array) -> tuple[Array, Array]:
+            slot = jnp.clip(index.astype(jnp.int32) - first, 0, last)
+            return slot, new & ((first + slot).astype(index.dtype) == index)
+
+        if chosen.count == 1:
+            slot, is_own = slot_of(indices[0], new[0])
+            return [jnp.where(is_own, x, jnp.zeros_like(x)) for x in sums(slot)]
+
+        def body(totals: list[Accumulator], xs: Any) -> tuple[list[Accumulator], None]:
+            slot, is_own = slot_of(*xs)
+            summands = lax.cond(is_own, sums, nothing, slot)
+            return [a.add(x) for a, x in zip(totals, summands, strict=True)], None
+
+        one = lambda: (sums(jnp.zeros_like(first)), [])
+        empty = _empty_accumulators(self.reduces, [], chosen.count, one)
+        totals, _ = lax.scan(body, empty, (indices, new))
+        return [total.value for total in totals]
 
     def _updated(
         self, slices: Sequence[Slices], kept_of_chunk: Callable[[], list[Array]]

@@ -29,10 +29,11 @@ from drjax import _compat
 from drjax._compat.types import Array, Mesh
 from drjax._errors import DrjaxValueError
 from drjax._planner.arguments import flat_inputs
-from drjax._planner.cost import costs
+from drjax._planner.cost import cost_of_stage, costs
 from drjax._sharding.execute import as_operand
 from drjax._sharding.layout import Layout
 from drjax.backends.xla import step_size
+from drjax.backends.xla.idle_chunks import decision_of_round, indices_of_round
 from drjax.backends.xla.inner_programs import layouts_inside
 from drjax.backends.xla.kept_run import KeptRun
 from drjax.backends.xla.mesh_interpreter import MeshInterpreter, layout_of
@@ -166,13 +167,12 @@ def fitted(
     ways = dict[str, step_size.Way]()
     for residuals, plan in plans.items():
         server, group = costs(plan)
+        work = average_work(plan, layout.per_device)
         compiled = functools.partial(_temp_bytes, plan, user_mesh)
         if temp_bytes is not None:
             compiled = functools.partial(temp_bytes, residuals)
         saved = server.saved + group.saved * layout.per_device
-        ways[residuals] = step_size.Way(
-            functools.cache(compiled), saved, group.operations
-        )
+        ways[residuals] = step_size.Way(functools.cache(compiled), saved, work)
     # Plans that save as much and do as much are the same.
     others = [x for x in others if ways[x].cost != ways[first].cost]
     second = ways[others[0]] if others else None
@@ -246,6 +246,27 @@ def on_mesh(plan: Plan, inputs: list[Array]) -> list[Array]:
         if isinstance(each.mesh, jax.sharding.Mesh):
             return [as_operand(x, each, False) for x in inputs]
     return inputs
+
+
+def average_work(plan: Plan, count: int | None = None) -> float:
+    """Estimate what one of a device's groups computes, on average of its `count`.
+
+    It is in operations. In a round outside of loops of which an index chooses a group,
+    all others compute nothing. `count` None: those of the mesh in context.
+    """
+    count = groups_of_device(plan) if count is None else count
+    work = costs(plan)[1].operations
+    for a_round in plan.rounds:
+        chosen = indices_of_round(a_round, plan.kept())
+        if chosen is not None and chosen.count == 1:
+            work -= cost_of_stage(a_round.local).operations * (1 - 1 / count)
+    return work
+
+
+def leaves_out_groups(plan: Plan) -> bool:
+    """Whether there is a round in which not all groups have work."""
+    kept = plan.kept()
+    return any(decision_of_round(x, kept) is not None for x in plan.rounds)
 
 
 def groups_of_device(plan: Plan) -> int:

@@ -1,29 +1,37 @@
 """Chunks of groups that add zeros: their work is left out, for the XLA backend.
 
 Input: the jaxpr of a local stage. Output: a `Decision`, for a chunk of groups, made
-while it runs: whether they have any work.
+while it runs: whether they have any work; and of it the `Indices` of the groups that
+have, where it compares the group index.
 
 A loop over chunks comes by all groups. Where a reduction takes one group's slice, as
 `drjax.select` and the gradient of an extremum do, or those of a mask, all others add
 zeros: the forward pass that they would rematerialize, and the backward pass of zeros,
-are skipped. So the work of the chosen group is done again, and not that of all.
+are skipped. So the work of the chosen group is done again, and not that of all. Where
+an index says which group that is, no loop looks for it; then the compiler merges what
+two rounds compute of this group.
 
 Invariants: a stage without effects, all of whose outputs are summed; what others than
 zeros add is computed for all groups, if that is little work. Sharp edges: where
 work that is skipped would give infinities or NaNs, times zeros, the sum is without.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 
 from drjax import _compat
 from drjax._compat.jax_types import Literal
-from drjax._compat.types import Array, ClosedJaxpr
+from drjax._compat.types import Array, ClosedJaxpr, Flags
+from drjax._jaxprs.compared_index import compared
 from drjax._jaxprs.zeros import NEVER, Condition, both, zero_results
 from drjax._planner.work import operations
+from drjax._primitives.reduce_ops import REDUCE_OPS
 from drjax._sharding.eval_on_mesh import evaluate_on_mesh
+from drjax.plan import Reduce, Round, Stage, Value
 
 # Operations of one group: of fewer, a branch takes as long.
 LEAST_WORK = 50_000
@@ -64,8 +72,73 @@ class Decision:
         return [fails, *values[len(self.case) :]]
 
 
+@dataclass(frozen=True)
+class Indices:
+    """The indices of the groups that may have work.
+
+    Attributes:
+      jaxpr: From some inputs of the stage's jaxpr, which all groups share, to integers;
+        None: there is one index, `number`.
+      used: For each input of the stage's jaxpr whether this one takes it.
+      count: The number of indices.
+    """
+
+    jaxpr: ClosedJaxpr | None
+    used: Sequence[bool]
+    count: int
+    number: int = 0
+
+    def ordered(self, args: Sequence[Array]) -> tuple[Array, Array]:
+        """Return the indices, `[count]`, and whether each is the first of its value.
+
+        `args` are those of the stage's jaxpr. The order is that in which a loop over
+        all groups comes by them.
+        """
+        if self.jaxpr is None:
+            return jnp.full(1, self.number, jnp.int32), jnp.ones(1, bool)
+        taken = [x for x, u in zip(args, self.used, strict=True) if u]
+        indices = jnp.ravel(evaluate_on_mesh(self.jaxpr, taken)[0])
+        if self.count == 1:
+            return indices, jnp.ones(1, bool)
+        indices = jnp.sort(indices)
+        return indices, jnp.append(True, indices[1:] != indices[:-1])
+
+
+def decision_of(
+    stage: Stage, reduces: Sequence[Reduce], kept: Sequence[Value]
+) -> Decision | None:
+    """Find what decides whether a group has work, if its results are only added.
+
+    Devices that share the model of a group, over other axes of the mesh, have the same
+    groups, and exchange parts of it in one branch.
+    """
+    plain = stage.exported is None and stage.inner is None
+    if not plain or _compat.effects_of(stage.jaxpr) or kept or not reduces:
+        return None
+    if not all(REDUCE_OPS[r.op].additive for r in reduces):
+        return None
+    position = {v.name: i for i, v in enumerate(stage.outputs)}
+    read = {position[r.source.name] for r in reduces}
+    return _decision(stage.jaxpr, tuple(sorted(read)))
+
+
+def decision_of_round(a_round: Round, kept: Collection[str]) -> Decision | None:
+    """As `decision_of`, of a round of a plan; `kept` has names of slices that stay."""
+    stage = a_round.local
+    if a_round.folds or stage.jaxpr is None:
+        return None
+    stay = [v for v in stage.outputs if v.name in kept]
+    return decision_of(stage, a_round.partials, stay)
+
+
+def indices_of_round(a_round: Round, kept: Collection[str]) -> Indices | None:
+    """As `indices_of`, of a round of a plan; `kept` has names of slices that stay."""
+    known, inputs = decision_of_round(a_round, kept), a_round.local.inputs
+    return known and indices_of(known, [True, *(v.partitioned for v in inputs)])
+
+
 @_compat.weakref_lru_cache
-def decision(jaxpr: ClosedJaxpr, outputs: tuple[int, ...]) -> Decision | None:
+def _decision(jaxpr: ClosedJaxpr, outputs: tuple[int, ...]) -> Decision | None:
     """Find what decides whether a group has work; None: it always has, or has little.
 
     `outputs` are the positions of all that is read of the results of the stage's jaxpr.
@@ -95,6 +168,30 @@ def decision(jaxpr: ClosedJaxpr, outputs: tuple[int, ...]) -> Decision | None:
             key = to_decide, [*map(order, conditions)]
             choices.append((key, Decision(own, used, conditions, always)))
     return min(choices, key=lambda pair: pair[0])[1] if choices else None
+
+
+def indices_of(decision: Decision, partitioned: Flags) -> Indices | None:
+    """Find the indices of the groups that may have work; None: others may, too.
+
+    `partitioned` says which inputs of the stage's jaxpr are slices; the first of them
+    is the group index.
+    """
+    if len(decision.case) != 1 or decision.always or not decision.used[0]:
+        return None
+    (condition,) = decision.case
+    (result,) = compared(decision.jaxpr)
+    works = lambda number: (number == condition.number) is not condition.equal
+    if result is None or works(result.no) or not works(result.yes):
+        return None
+    if isinstance(result.values, int):
+        return Indices(None, [False] * len(partitioned), 1, result.values)
+    jaxpr, taken = _compat.select_outputs(decision.jaxpr, [result.values])
+    rest = iter(taken)
+    used = [u and next(rest) for u in decision.used]
+    if any(u and p for u, p in zip(used, partitioned, strict=True)):
+        return None
+    avals: list[Any] = jaxpr.out_avals
+    return Indices(jaxpr, used, math.prod(avals[0].shape))
 
 
 def _operations(jaxpr: ClosedJaxpr) -> float:

@@ -140,7 +140,7 @@ class Way:
       temp_bytes: Compiles it for a number of groups at once, and returns its temporary
         memory in bytes; cached.
       saved: The bytes of a device that wait from one round to another.
-      operations: What one group computes, as estimated.
+      operations: What one group computes, as estimated, on average of all.
     """
 
     temp_bytes: Callable[[int], int]
@@ -159,11 +159,15 @@ def best(
     """Choose how much to save, and how many groups run at once, by bytes and work.
 
     To save is best where all `count` groups of a device then fit in memory at once.
-    Else the largest number that fits is sought for the program that rematerializes. To
+    Else the largest number that fits is sought for the program that rematerializes; and
+    also where this one does less work, as only a chosen group rematerializes. To
     save is still better if more, smaller steps take no more time in all, should each
     step take as long as its work, or all steps equally long. `repeating` None: no round
     needs what an earlier one computes. Arguments and errors are those of `largest`.
     """
+    # So that a chosen group does again what it needs, all others need not save it.
+    if repeating is not None and repeating.operations < saving.operations:
+        return repeating, largest(count, repeating.temp_bytes, budget)
     # What waits is in memory at once, however few groups work.
     may_save = repeating is None or saving.saved <= budget
     if may_save and saving.temp_bytes(count) <= budget:

@@ -82,8 +82,8 @@ def test_values_and_gradients(name, step, mesh):
     "name, step, groups",
     [
         ("one", 1, [5]),
-        ("one", 4, [4, 5, 6, 7]),
-        ("one", 5, [5, 6, 7, 8, 9]),
+        ("one", 4, [5]),
+        ("one", None, [5]),
         ("two", 1, [2, 7]),
         ("a batch", 1, [2, 7]),
         ("a mask", 1, [1, 7]),
@@ -115,11 +115,14 @@ def test_where_there_is_a_branch(name, monkeypatch):
         lambda w, x: drjax.backends.xla.compile(plan, groups_per_step=step)(w, x)
     )(W, X)
     plan = drjax.make_plan(make(name))(W, X)
-    assert bool(count(branches(1), "cond")) == (name != "all")
+    # Of one index, no loop looks for the group.
+    by_index = name in ("one", "the best")
+    assert bool(count(branches(1), "cond")) == (not by_index and name != "all")
+    assert bool(count(branches(1), "scan")) == (name != "one")
     # All groups of a device at once have no chunks.
     assert not count(branches(None), "cond")
     monkeypatch.setattr(idle_chunks, "LEAST_WORK", 1e9)
-    idle_chunks.decision.cache_clear()
+    idle_chunks._decision.cache_clear()
     assert not count(branches(1), "cond")
 
 
@@ -132,7 +135,67 @@ def test_devices_that_share_a_model(step, name, kind):
     with in_mesh(mesh):
         w = jax.device_put(W, jax.NamedSharding(mesh, jax.P(None, "model")))
         run = drjax.jit(make(name), groups_per_step=step)
-        assert "conditional" in run.lower(w, X).compile().as_text()
+        branches = "conditional" in run.lower(w, X).compile().as_text()
+        assert branches == (name != "one")
         result = run(w, X)
     for x, y in zip(result, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+# -------------------------------------------------------------------------------------
+# Groups that are known by their indices
+
+
+def of_indices(w, x, indices):
+    """A sum over the groups whose index is one of some; each counts once."""
+    ids = drjax.partition_index()
+    one = lambda x, i, w, js: jnp.where(
+        jnp.any(i.astype(js.dtype) == js), jnp.tanh(x @ w), 0
+    )
+    args = x, ids, drjax.broadcast(w), drjax.broadcast(indices)
+    return total(drjax.reduce_sum(drjax.map_fn(one, args)))
+
+
+@checkerboard(
+    2,
+    indices=[[3], [11], [N], [-1], [3, 3, 7], [-5, 0, 11, 40]],
+    dtype=[np.int32, np.uint32, np.int64],
+    mesh=[None, 4, 5, 8],
+    step=[1, 2, None],
+)
+def test_indices(indices, dtype, mesh, step):
+    with jax.enable_x64(dtype == np.int64):
+        indices = np.array(indices).astype(dtype)
+        if dtype == np.int64:
+            indices += (np.arange(len(indices)) == 1) * 2**32  # no group's index
+        f = jax.value_and_grad(program(of_indices))
+        mask = np.isin(np.arange(N), indices)
+        dense = lambda w, x: jnp.sum(jnp.tanh(x[mask] @ w))
+        expected = jax.value_and_grad(dense)(W, X)
+        with in_mesh(None if mesh is None else make_mesh({"clients": mesh})):
+            result = drjax.jit(f, groups_per_step=step)(W, X, jnp.asarray(indices))
+        for x, y in zip(result, expected, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("index, groups", [(7, [7]), (30, []), (-1, [])])
+def test_no_other_group_decides(index, groups):
+    broken = X.at[jnp.array([i for i in range(N) if i != index])].set(jnp.nan)
+    run = drjax.jit(jax.value_and_grad(program(of_indices)), groups_per_step=1)
+    result = run(W, broken, jnp.array([index]))
+    dense = jax.value_and_grad(lambda w, x: jnp.sum(jnp.tanh(x @ w)))
+    for x, y in zip(result, dense(W, X[jnp.array(groups, int)]), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("step", [1, 5, None, "auto"])
+def test_a_round_of_one_group_is_compiled_once(step):
+    compiled = drjax.jit(make("one"), groups_per_step=step).lower(W, X).compile()
+    written = jax.jit(jax.value_and_grad(lambda w, x: total(one_group(w, x))))
+    products = lambda compiled: compiled.as_text().count(" dot(")
+    written = written.lower(W, X).compile()
+    assert products(compiled) == products(written) == 5
+
+
+def one_group(w, x):
+    return jnp.tanh(jnp.tanh(x[5] @ w) @ w)
