@@ -102,6 +102,11 @@ def _all_losses(n: int, of_groups: Callable) -> jax.Array:
     return drjax.reduce_mean(of_groups(_loss), where=jnp.arange(n) >= 0)
 
 
+def _mean_of_some(n: int, of_groups: Callable) -> jax.Array:
+    mean = drjax.reduce_mean(of_groups(_work), where=jnp.arange(n) % 8 == 3)
+    return jnp.sum(jnp.sin(mean))
+
+
 # -------------------------------------------------------------------------------------
 # Hand-written: each from the model and the data to a value and its gradient
 
@@ -165,6 +170,16 @@ def _written_mean(chosen: Callable) -> Callable:
     return run
 
 
+def _written_mean_of_some(w: jax.Array, x: jax.Array) -> Any:
+    mask, zeros = jnp.arange(len(x)) % 8 == 3, jnp.zeros_like(w)
+    start = jnp.zeros_like(x[0])
+    mean = _sum_over(_if_chosen(_work, start), start, w, (mask, x)) / jnp.sum(mask)
+    value, ct = jax.value_and_grad(lambda mean: jnp.sum(jnp.sin(mean)))(mean)
+    ct = ct / jnp.sum(mask)
+    back = _if_chosen(lambda w, x: jax.vjp(lambda w: _work(w, x), w)[1](ct)[0], zeros)
+    return value, _sum_over(back, zeros, w, (mask, x))
+
+
 def _if_chosen(fn: Callable, zeros: Any) -> Callable:
     """Call a function for the groups of a mask, in place of `zeros`."""
     nothing = lambda *_: zeros
@@ -199,6 +214,9 @@ TASKS = {
     "a sum over two groups": Task(_sum_of_two, _written_sum, _always),
     "a mean over an eighth": Task(
         _some_losses, _written_mean(lambda i: i % 8 == 3), lambda n: 1 / 8
+    ),
+    "a mean of slices, of an eighth": Task(
+        _mean_of_some, _written_mean_of_some, lambda n: 1 / 8
     ),
     "a mean over a mask of all": Task(
         _all_losses, _written_mean(lambda i: i >= 0), _always

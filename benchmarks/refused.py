@@ -4,9 +4,9 @@
 
 Each is a reason why a count of `benchmarks.combinations`, `benchmarks.residuals` or
 `benchmarks.chosen` is not that of a shorter program. For maxima the best hand-written
-code pays, too; where numbers are tested, or their bits moved, it does without both. Of
-8 devices of the CPU; `tests/project/test_combination_benchmarks.py` fails when one is
-not refused any more.
+code pays, too; where the bits of numbers are moved, it does without. Of 8 devices of
+the CPU; `tests/project/test_combination_benchmarks.py` fails when one is not refused
+any more.
 """
 
 import math
@@ -46,15 +46,6 @@ def temporary_bytes(as_integers: bool) -> int:
         return jnp.sort(lax.bitcast_convert_type(y, jnp.int32) if as_integers else -y)
 
     return _temporary(sort_twice, jax.ShapeDtypeStruct((_NUMBERS,), jnp.float32))
-
-
-def bytes_of_test(of_bools: bool) -> int:
-    """Temporary ones of a reduction of bools, or of floats, that floats give."""
-
-    def test(x: jax.Array) -> jax.Array:
-        return jnp.all(jnp.isfinite(x)) if of_bools else jnp.sum(jnp.sin(x))
-
-    return _temporary(test, jax.ShapeDtypeStruct((_NUMBERS,), jnp.float32))
 
 
 def bytes_of_choice(by_sum: bool) -> int:
@@ -149,12 +140,6 @@ def refused() -> list[list[str]]:
             f"{temporary_bytes(True):,} bytes",
             "one more array, where a maximum, or a take of groups, is what the program "
             "returns",
-        ],
-        [
-            f"whether {_NUMBERS:,} floats are finite, without an array of bools",
-            f"{bytes_of_test(False):,} bytes",
-            f"{bytes_of_test(True):,} bytes",
-            "two arrays of bools, where a mask leaves groups out of a gradient",
         ],
         [
             "a sum over an axis of two in the loop that multiplies it",

@@ -17,6 +17,7 @@ from drjax import _compat
 from drjax._compat.jax_types import Literal
 from drjax._compat.types import Atom, Eqn, Var
 from drjax._jaxprs.walk import CALLS
+from drjax._primitives.map_fn import ZERO_FOR_ZEROS
 from drjax.primitives import broadcast_p, map_fn_p, reduce_mean_p, reduce_sum_p
 
 _CONTINUOUS = frozenset(
@@ -51,6 +52,9 @@ def _reached(eqns: Iterable[Eqn], start: set[Any]) -> set[Any] | None:
 
 def _results(eqn: Eqn, hit: list[bool]) -> list[Atom] | None:
     name = eqn.primitive.name
+    if eqn.params.get("name") == ZERO_FOR_ZEROS:
+        # It compares with 0 what would give a NaN.
+        return [*eqn.outvars]
     if name in CALLS or eqn.primitive is map_fn_p:
         raw = _compat.open_jaxpr(eqn.params[CALLS.get(name, "jaxpr")])
         more = len(raw.invars) - len(hit)

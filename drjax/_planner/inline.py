@@ -241,6 +241,8 @@ def inline_calls(
     eqns = live_equations(eqns, outvars)
     # Most programs have few primitives, and passes are for a few of all.
     names = {eqn.primitive.name for eqn in eqns}
+    if "stop_gradient" in names:
+        eqns, outvars = _without_equal_cases(eqns, outvars)
     if primitives.gather_p.name in names:
         eqns, outvars = _share_gathers(eqns, outvars)
     moves = not names.isdisjoint(JOINS)
@@ -264,6 +266,32 @@ def inline_calls(
     inlined = InlinedJaxpr(list(jaxpr.invars), eqns, outvars, consts)
     inlined.known_arguments = arguments
     return inlined
+
+
+def _without_equal_cases(
+    eqns: list[Eqn], outvars: Sequence[Atom]
+) -> tuple[list[Eqn], list[Atom]]:
+    """Remove what selects a value or the same without a gradient, as in `map_fn.py`.
+
+    The program is differentiated already. So what it is selected by may be dead.
+    """
+    names: dict[Any, Any] = {}
+    stopped: dict[Any, Any] = {}
+    kept = []
+    for eqn in eqns:
+        if names:
+            eqn = eqn.replace(invars=substitute(eqn.invars, names))
+        name, operands = eqn.primitive.name, eqn.invars
+        if name == "stop_gradient":
+            stopped[eqn.outvars[0]] = operands[0]
+        elif name == "select_n" and not any(isinstance(v, Literal) for v in operands):
+            value, *others = (stopped.get(v, v) for v in operands[1:])
+            if all(v is value for v in others):
+                names[eqn.outvars[0]] = value
+                continue
+        kept.append(eqn)
+    outvars = substitute(outvars, names)
+    return live_equations(kept, outvars), outvars
 
 
 def _share_gathers(

@@ -366,7 +366,7 @@ def _transpose_jaxpr(
     """
     transposed, nonzero_in = registration.backward_function(jaxpr, linear, nonzero)
     if leaves_out:
-        transposed = _zero_for_zeros(transposed, len(avals) - sum(nonzero))
+        transposed = _with_zeros_for_zeros(transposed, len(avals) - sum(nonzero))
     own: list[Aval] = [
         a for a, lin in zip(jaxpr.in_avals, linear, strict=True) if not lin
     ]
@@ -392,39 +392,53 @@ def _transpose_jaxpr(
 # a group that does take part zero may be a value like others, at which the function of
 # the cotangent has a derivative. Of such a group all is constant: what enters, too, so
 # that derivatives of the transpose stop there.
-def _zero_for_zeros(
+def _with_zeros_for_zeros(
     transposed: Callable[..., list[Array]], n_residuals: int
 ) -> Callable[..., list[Array]]:
     """Let a transposed function return zeros for the zeros of a group that diverged."""
 
     def fn(*values: Array) -> list[Array]:
         inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in values]
-        if len(values) == n_residuals or not any(inexact[:n_residuals]):
+        cts = values[n_residuals:]
+        if not cts or not any(inexact[:n_residuals]):
             return transposed(*values)  # nothing to multiply zeros by
-        varying = lambda x: _compat.varying(_compat.typeof(x))
-        finite = lambda xs: [(varying(x), jnp.all(jnp.isfinite(x))) for x in xs]
-        idle = [(varying(ct), jnp.all(ct == 0)) for ct in values[n_residuals:]]
-        used = finite(x for x, f in zip(values, inexact, strict=True) if f)
-
-        def where_dead(y: Array, of_dead: Array) -> Array:
-            """Replace `y` where the group diverged, by what `y` may depend on."""
-            own = varying(y)
-            idle_, used_ = ([t for v, t in tests if v <= own] for tests in (idle, used))
-            if not (idle_ and used_):
-                return y
-            every = lambda tests: functools.reduce(jnp.logical_and, tests)
-            return jnp.where(every(idle_) & ~every(used_), of_dead, y)
-
-        outs = transposed(
-            *(
-                where_dead(x, lax.stop_gradient(x)) if f else x
-                for x, f in zip(values, inexact, strict=True)
-            )
-        )
-        used += finite(outs)
-        return [where_dead(y, jnp.zeros_like(y)) for y in outs]
+        tested = [x for x, f in zip(values, inexact, strict=True) if f]
+        guarded = iter(zero_for_zeros(cts, tested, tested, False))
+        pairs = zip(values, inexact, strict=True)
+        outs = transposed(*(next(guarded) if f else x for x, f in pairs))
+        outs = zero_for_zeros(cts, outs, outs, True)
+        # Again of what enters. Where there are no derivatives of it, the compiler drops
+        # these tests.
+        return zero_for_zeros(cts, tested, outs, False)
 
     return fn
+
+
+def _zero_for_zeros(
+    cts: Sequence[Array], tested: Sequence[Array], ys: Sequence[Array], zeros: bool
+) -> list[Array]:
+    """Let values be constant if cotangents are zeros, and not all of `tested` finite.
+
+    Then they are zeros, or if not `zeros`, what they are.
+    """
+    varying = lambda x: _compat.varying(_compat.typeof(x))
+    idle = [(varying(ct), jnp.all(ct == 0)) for ct in cts]
+    finite = [(varying(x), jnp.all(jnp.isfinite(x))) for x in tested]
+
+    def constant_if_dead(y: Array) -> Array:
+        tests = [[t for v, t in ts if v <= varying(y)] for ts in (idle, finite)]
+        if not all(tests):
+            return y
+        is_idle, is_finite = (functools.reduce(jnp.logical_and, ts) for ts in tests)
+        constant = jnp.zeros_like(y) if zeros else lax.stop_gradient(y)
+        return jnp.where(is_idle & ~is_finite, constant, y)
+
+    return [*map(constant_if_dead, ys)]
+
+
+# An equation, which the planner knows by its name: see `_planner/compared.py`.
+zero_for_zeros = jax.jit(_zero_for_zeros, static_argnums=3)
+ZERO_FOR_ZEROS = _zero_for_zeros.__name__
 
 
 # ---------------------------------------------------------------------------------

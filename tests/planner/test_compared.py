@@ -91,6 +91,29 @@ def test_memory_does_not_grow_with_the_groups(derived, step):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-5)
 
 
+def mean_of_some(n):
+    @drjax.program(clients=n)
+    def program(w, x):
+        fn = lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w)
+        slices = drjax.map_fn(fn, (drjax.broadcast(w), x))
+        mean = drjax.reduce_mean(slices, where=jnp.arange(n) % 6 == 1)
+        return jnp.sum(jnp.sin(mean))
+
+    return program
+
+
+def test_slices_of_a_mask_are_not_saved():
+    run = lambda n: drjax.jit(jax.value_and_grad(mean_of_some(n)), groups_per_step=1)
+    few, many = (temp_bytes(run(n), *arguments(n)) for n in (12, 96))
+    assert many - few < 84 * 16
+    plan = drjax.make_plan(jax.value_and_grad(mean_of_some(12)))(*arguments(12))
+    kept = [v for v in plan.rounds[0].local.outputs if v.name in plan.kept()]
+    assert not any(len(v.shape) > 1 for v in kept)
+    # Tests of numbers of a group that takes part: the compiler drops them.
+    text = run(12).lower(*arguments(12)).compile().as_text()
+    assert "is-finite(f32[64,16]" not in text
+
+
 def test_slices_that_are_compared_or_returned_are_saved():
     n, slices = 12, 12 * 64 * 16 * 4
     args = arguments(n)
