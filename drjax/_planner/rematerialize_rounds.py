@@ -38,6 +38,7 @@ from drjax._planner.exchanges import exchange_rule
 from drjax._planner.fences import fence_p
 from drjax._planner.partitioning.environment import Environment
 from drjax._planner.partitioning.kind import Kind
+from drjax._planner.rematerialized import part_of
 from drjax._planner.rounds import RoundAssignment
 from drjax._planner.stage_values import (
     BroadcastOperand,
@@ -196,8 +197,25 @@ class LocalWork:
                     if id(eqn) not in work:
                         work[id(eqn)] = eqn
                         stack.append(eqn)
-        # In the order of the program, as definitions must precede uses.
-        return sorted(work.values(), key=self._position)
+        ordered = sorted(work.values(), key=self._position)
+        return self._parts_needed(ordered, index) if len(work) > len(eqns) else ordered
+
+    def _parts_needed(self, eqns: list[Eqn], index: int) -> list[Eqn]:
+        """Leave out those results of earlier rounds that a round does not need.
+
+        An equation may have other results, which take other slices, that are saved.
+        """
+        own = {id(e) for e in self._rounds.local.get(index, ())}
+        live, parts = {*self._leaving_slices[index]}, list[Eqn]()
+        for eqn in reversed(eqns):
+            if id(eqn) not in own:
+                used = [v in live and v not in self._observable for v in eqn.outvars]
+                if not any(used):
+                    continue
+                eqn = part_of(eqn, used)
+            parts.append(eqn)
+            live.update(slices_among(self._values.operands(eqn)))
+        return parts[::-1]
 
     def _position(self, eqn: Eqn) -> int:
         return self._order[id(eqn)]
