@@ -21,21 +21,26 @@ from drjax._errors import ScopeError
 from drjax._partition import Partition, as_partition, with_size
 
 
-class LeftOut:
-    """Whether a program leaves groups out of a reduction, by `where=` or `by=`.
+class Traits:
+    """What the reductions of a program do, for equations elsewhere in it.
 
     It is known only when such a reduction is traced, often after the work of the groups
-    whose transpose depends on it; so transposes, which run later, ask it. All programs
-    of one code share it, so that it adds one trace for each code to JAX's caches.
+    that depends on it; so transposes and lowering rules, which run later, ask it. All
+    programs of one code share it, so that it adds one trace for each code to JAX's
+    caches.
+
+    Attributes:
+      leaves_out: Whether one leaves groups out, by `where=` or `by=`.
+      shards: Whether the result of one is divided among the devices.
     """
 
     _of_code: ClassVar[Any] = weakref.WeakKeyDictionary()
 
     def __init__(self):
-        self.some = False
+        self.leaves_out = self.shards = False
 
     @classmethod
-    def of(cls, fn: Callable) -> "LeftOut":
+    def of(cls, fn: Callable) -> "Traits":
         """Return the one that all programs of the code of `fn` share."""
         inner = inspect.unwrap(fn)
         code = getattr(getattr(inner, "__func__", inner), "__code__", None)
@@ -48,7 +53,7 @@ class NameInProgram(str):
     It is the parameter `name` of equations, which all of their rules pass on.
     """
 
-    left_out: LeftOut
+    traits: Traits
 
 
 # Begins the names of the library's own functions of one group, after which stands the
@@ -57,18 +62,18 @@ OF_LIBRARY = "drjax."
 
 
 def name_in_program(name: str) -> str:
-    """Attach the `LeftOut` of the current program to the name of a mapped function."""
-    left_out = current_scope().left_out
-    if left_out is None:
+    """Attach the traits of the current program to the name of a mapped function."""
+    traits = current_scope().traits
+    if traits is None:
         return name
     named = NameInProgram(name)
-    named.left_out = left_out
+    named.traits = traits
     return named
 
 
-def leaves_groups_out(name: str) -> bool:
-    """Whether the program that has bound an equation of this name leaves groups out."""
-    return isinstance(name, NameInProgram) and name.left_out.some
+def traits_of(name: str) -> Traits:
+    """Return the traits of the program that has bound an equation of this name."""
+    return name.traits if isinstance(name, NameInProgram) else Traits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,7 @@ class Scope:
     mesh: Any = None
     mapped: tuple[Partition, ...] = ()
     levels: tuple[Partition, ...] = ()
-    left_out: LeftOut | None = None
+    traits: Traits | None = None
 
     @property
     def open_levels(self) -> tuple[Partition, ...]:
@@ -139,7 +144,7 @@ def current_scope() -> Scope:
 
 
 def program_scope(
-    levels: tuple[Partition, ...], mesh: Mesh | None, left_out: LeftOut
+    levels: tuple[Partition, ...], mesh: Mesh | None, traits: Traits
 ) -> Callable[[], AbstractContextManager[Any]]:
     """Make the function that enters a program's scope, for each call of the program.
 
@@ -154,7 +159,7 @@ def program_scope(
     outermost, *below = levels
     several = levels if below else ()
     # Made once: entering a program must cost little.
-    alone = Scope(outermost, mesh, (), several, left_out)
+    alone = Scope(outermost, mesh, (), several, traits)
     # A function of this module, by whose name cloudpickle finds the context: a nested
     # one would be pickled with it.
     return functools.partial(_enter, alone, levels)
@@ -200,7 +205,7 @@ def enter_mapped(partition: Partition) -> AbstractContextManager[Any]:
     if not scope.levels:
         return scope_context(Scope(None, None, mapped))
     # The levels below this one need the program's mesh.
-    return scope_context(Scope(None, scope.mesh, mapped, scope.levels, scope.left_out))
+    return scope_context(Scope(None, scope.mesh, mapped, scope.levels, scope.traits))
 
 
 def enter_level(partition: Partition) -> AbstractContextManager[Any]:

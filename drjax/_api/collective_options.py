@@ -44,6 +44,9 @@ def collective_options(
                 f'drjax.{block} needs result= as "sharded" or None, got {result!r}.'
             )
         options["sharded"] = True
+        traits = current_scope().traits
+        if traits is not None:
+            traits.shards = True
     if isinstance(wire, str):
         wire = Wire(wire)
     elif isinstance(wire, tuple) and len(wire) == 2 and isinstance(wire[0], str):

@@ -97,9 +97,9 @@ def check_where(block: str, where: Mask, params: BlockParams) -> PartitionedArra
 
 def _leave_groups_out() -> None:
     """Note that the current program leaves groups out, for transposes of their work."""
-    left_out = current_scope().left_out
-    if left_out is not None:
-        left_out.some = True
+    traits = current_scope().traits
+    if traits is not None:
+        traits.leaves_out = True
 
 
 def _check_num(block: str, by: Segments, num: int | None) -> int:

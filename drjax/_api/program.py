@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, ov
 import jax
 
 from drjax._api.validate import check_plain_function
-from drjax._context import LeftOut, program_scope
+from drjax._context import Traits, program_scope
 from drjax._errors import DrjaxTypeError, DrjaxValueError, MeshError
 from drjax._partition import Partition
 
@@ -128,7 +128,7 @@ def program(
 
     def decorate(fn: Callable[P, R]) -> Callable[P, R]:
         _check_plain_function(fn)
-        enter = program_scope(levels, mesh, LeftOut.of(fn))
+        enter = program_scope(levels, mesh, Traits.of(fn))
 
         @functools.wraps(fn)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -88,6 +88,9 @@ from drjax._compat.rule_registries import call_host as call_host
 from drjax._compat.rule_registries import current_block as current_block
 from drjax._compat.rule_registries import emit_jaxpr as emit_jaxpr
 from drjax._compat.rule_registries import (
+    is_computed_from_results as is_computed_from_results,
+)
+from drjax._compat.rule_registries import (
     lower_cached_function as lower_cached_function,
 )
 from drjax._compat.rule_registries import lower_function as lower_function

@@ -325,6 +325,26 @@ def lower_function(
     return outs
 
 
+def is_computed_from_results(value: Any) -> bool:
+    """Whether an MLIR value is computed from results of a `shard_map`, or of loops.
+
+    If not, it is computed from arguments of the function alone.
+    """
+    stack, seen = [value], set[Any]()
+    while stack:
+        owner = stack.pop().owner
+        if isinstance(owner, ir.Block):
+            # Of a loop's body: what the loop carries.
+            if owner.owner.name != "func.func":
+                return True
+        elif owner not in seen:
+            seen.add(owner)
+            if owner.name in ("sdy.manual_computation", "stablehlo.while"):
+                return True
+            stack += owner.operands
+    return False
+
+
 def lower_cached_function(
     ctx: mlir.LoweringRuleContext,
     fn: Callable[..., Array],

@@ -86,7 +86,7 @@ from drjax._compat.types import (
     Params,
     PartitionedArray,
 )
-from drjax._context import enter_mapped, leaves_groups_out
+from drjax._context import enter_mapped, traits_of
 from drjax._partition import Partition
 from drjax._primitives import registration
 from drjax._primitives.collectives import broadcast_p
@@ -108,6 +108,7 @@ from drjax._primitives.segments import placements, scatters, with_segments
 from drjax._sharding.avals import group_aval, partitioned_aval, slices_aval
 from drjax._sharding.execute import (
     auto_partition,
+    computed_in_parts,
     first_group_indices,
     shard_map_over_devices,
     vary,
@@ -332,7 +333,7 @@ def _transpose(
     avals = tuple(_compat.typeof(x) for x in (*residuals, *dense))
     layout = make_layout(params["partition"], params["mesh"])
     transposed, consts, nonzero_in = _transpose_jaxpr(
-        jaxpr, linear, nonzero, avals, layout, leaves_groups_out(params["name"])
+        jaxpr, linear, nonzero, avals, layout, traits_of(params["name"]).leaves_out
     )
     operands = [*broadcast_consts(consts, **params), *residuals, *dense]
     outs = map_fn_p.bind(*operands, jaxpr=transposed, **params)
@@ -860,6 +861,12 @@ def _lower_map(
         if source is not None and shared[i]:
             operands[i] = source
     layout = make_layout(**placement)
+    if traits_of(params["name"]).shards:
+        in_parts = functools.partial(computed_in_parts, layout=layout)
+        for i, is_shared in enumerate(shared):
+            if is_shared and _compat.is_computed_from_results(operands[i][0]):
+                (value,) = _compat.lower_function(ctx, in_parts, [operands[i]], False)
+                operands[i] = value, operands[i][1]
     operands = [(x, slices_aval(aval, layout)) for x, aval in operands]
     run = functools.partial(execute_map, shared=tuple(shared))
     jaxpr, inner = params["jaxpr"], {}

@@ -207,6 +207,20 @@ def _laid_out(x: Array, layout: Layout) -> Array:
     return lax.with_sharding_constraint(x, NamedSharding(layout.mesh, spec))
 
 
+def computed_in_parts(x: GlobalArray, layout: Layout) -> GlobalArray:
+    """Let devices compute the parts of a global value that they have, and gather these.
+
+    Without a constraint, the compiler takes the last equation of a value that is whole
+    in a `shard_map` for one of whole values, too. Of a server that is divided, it would
+    gather what that equation takes, as numbers before they are rounded to 16 bits.
+    """
+    if not layout.sharded or layout.explicit or not x.ndim:
+        return x
+    assert layout.mesh is not None
+    free = NamedSharding(layout.mesh, P(*[P.UNCONSTRAINED] * x.ndim))
+    return lax.with_sharding_constraint(x, free)
+
+
 def undivided_if_uneven(x: GlobalArray, layout: Layout, axis: int) -> GlobalArray:
     """Keep XLA from dividing a global value along an axis, if that would be uneven.
 

@@ -469,3 +469,39 @@ def test_odd_trees(options):
                 for a, b in zip(jax.tree.leaves(y), jax.tree.leaves(x), strict=True):
                     assert a.shape == b.shape[1:] and a.dtype == b.dtype
                     np.testing.assert_allclose(a, np.ones_like(a), rtol=1e-3)
+
+
+# ---------------------------------------------------------------------------------
+# A server that is divided
+
+
+def _sent(w):
+    """What a server sends: rounded to 16 bits, as its last equation."""
+    return drjax.broadcast(jnp.tanh(w).astype(jnp.bfloat16))
+
+
+def _change(w, x):
+    y = drjax.map_fn(lambda w, x: w.astype(jnp.float32) * x, (_sent(w), x))
+    return drjax.reduce_mean(y, result="sharded")
+
+
+# By what the server computes from: a result, the state of a loop, an argument.
+SERVERS = {
+    "a result": lambda w, x: _change(w - drjax.reduce_mean(x, result="sharded"), x),
+    "a state": lambda w, x: jax.lax.fori_loop(0, 3, lambda _, w: w - _change(w, x), w),
+    "an argument": _change,
+}
+
+
+@pytest.mark.parametrize("jit", [jax.jit, drjax.jit])
+@pytest.mark.parametrize("name", SERVERS)
+def test_parts_are_rounded_before_they_are_gathered(name, jit):
+    n, d = 8, 4096
+    run = jit(drjax.program(clients=n)(SERVERS[name]))
+    with in_mesh(make_mesh({"clients": n}, AUTO)):
+        text = run.lower(jnp.ones(d), jnp.ones((n, d))).compile().as_text()
+    part = f"bf16[{d // n}]{{0}} convert("
+    assert (part in text) == ("all-gather(" in text) == (name != "an argument")
+    result = run(jnp.ones(d), jnp.ones((n, d)))
+    with in_mesh(make_mesh({"clients": n}, AUTO)):
+        np.testing.assert_allclose(run(jnp.ones(d), jnp.ones((n, d))), result, 0, 0.01)

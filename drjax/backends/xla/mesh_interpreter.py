@@ -45,6 +45,7 @@ from drjax._primitives.moves import MOVES
 from drjax._sharding.eval_on_mesh import evaluate_on_mesh
 from drjax._sharding.execute import (
     as_operand,
+    computed_in_parts,
     divided_coordinates,
     shard_map_over_devices,
     undivided_if_uneven,
@@ -152,6 +153,7 @@ class MeshInterpreter(PlanInterpreter):
         self.plan, self.layout, self.step, self.mesh = plan, layout, step, mesh
         self._partial = partial
         self._kept, self._folded = plan.kept(), folded_slices(plan)
+        self._in_parts = _computed_from_parts(plan)
         # Only a loop over chunks writes into what it reads.
         self._replaced: list[dict[str, str]] = [{}] * len(plan.rounds)
         if step is not None:
@@ -175,6 +177,9 @@ class MeshInterpreter(PlanInterpreter):
                 outs = run_with_folds(stage, args, self.layout)
             else:
                 outs = call(stage, args)
+            for i, value in enumerate(stage.outputs):
+                if self.layout is not None and value.name in self._in_parts:
+                    outs[i] = computed_in_parts(outs[i], self.layout)
             env.write(stage.outputs, outs)
 
     def _received(self, stage: Stage, env: Environment) -> list[Array]:
@@ -350,6 +355,18 @@ class MeshInterpreter(PlanInterpreter):
 @MeshInterpreter.rules.rule(Gather)
 def _with_the_groups(*_: Any) -> None:
     """Nothing: it is done before the server stage that may run with the groups."""
+
+
+def _computed_from_parts(plan: Plan) -> frozenset[str]:
+    """Name what the server computes from results that devices have parts of."""
+    parts = {x.result.name for each in plan.rounds for x in each.reduces if x.sharded}
+    if parts and plan.in_tree is None:
+        # The body of a loop may carry such a value.
+        parts |= {v.name for v in plan.inputs if not v.partitioned}
+    for a_round in plan.rounds:
+        if parts.intersection(v.name for v in a_round.server.inputs):
+            parts |= {v.name for v in a_round.server.outputs}
+    return frozenset(parts)
 
 
 # -------------------------------------------------------------------------------------
