@@ -47,11 +47,12 @@ def encode(x: Array | np.ndarray, wire: Wire) -> Any:
     scale = xp.where(xp.isfinite(scale), scale, np.float32(np.nan))
     inverse = xp.where(scale > 0, 1 / scale, np.float32(0))
     scaled = _times(x, inverse, wire.block)
+    # Of the largest number it is the largest code, or rounded to that.
     match wire.dtype:
         case "int8":
-            codes = _planes(xp.clip(xp.round(scaled), -127, 127).astype(jnp.int8))
+            codes = _planes(xp.round(scaled).astype(jnp.int8))
         case "float8_e4m3fn":
-            codes = _planes(xp.clip(scaled, -448, 448).astype(jnp.float8_e4m3fn))
+            codes = _planes(scaled.astype(jnp.float8_e4m3fn))
         case "float4_e2m1fn":
             low, high = _split(_to_nibbles(scaled), lead, [1, 1])
             codes = [low | (high << 4)]
@@ -142,9 +143,14 @@ def _times(x: Any, factor: Any, block: int) -> Any:
     if isinstance(x, np.ndarray) or x.size % LANES or LANES % block and block % LANES:
         return (x.reshape(-1, block) * factor[:, None]).reshape(-1)
     if block > LANES:
-        x = x.reshape(-1, block // LANES, LANES)
-        parts = [x[:, i] * factor[:, None] for i in range(x.shape[1])]
-        return jnp.stack(parts, axis=1).reshape(-1)
+        # The factor of each row of lanes: a sum of as many terms as a block has rows,
+        # of which all others are 0.
+        count, zero = block // LANES, jnp.zeros((), factor.dtype)
+        gaps = [(i, count - 1 - i, count - 1) for i in range(count)]
+        rows = functools.reduce(
+            operator.add, [lax.pad(factor, zero, [g]) for g in gaps]
+        )
+        return (x.reshape(-1, LANES) * rows[:, None]).reshape(-1)
     x, factor = x.reshape(-1, LANES), factor.reshape(-1, LANES // block)
     of_lane = lax.broadcasted_iota(jnp.int32, x.shape, 1) // block
     every = factor[:, :1]
@@ -159,13 +165,16 @@ def _planes(x: Array | np.ndarray) -> list[Any]:
     """Return the bytes of numbers: of all the lowest, then of all the next."""
     size = x.dtype.itemsize
     bits = _view(x, np.dtype(f"uint{8 * size}"))
-    return [(bits >> (8 * i)).astype(np.uint8) for i in range(size)]
+    # Compilers keep a shift by 0 bits.
+    shifted = [bits >> (8 * i) if i else bits for i in range(size)]
+    return [x.astype(np.uint8) for x in shifted]
 
 
 def _numbers(planes: list[Any], dtype: DTypeLike) -> Any:
     """Read bytes as numbers of a dtype: the inverse of `_planes`."""
     wide = np.dtype(f"uint{8 * len(planes)}")
-    bits = [plane.astype(wide) << (8 * i) for i, plane in enumerate(planes)]
+    first, *more = (plane.astype(wide) for plane in planes)
+    bits = [first, *(plane << (8 * i) for i, plane in enumerate(more, 1))]
     return _view(functools.reduce(operator.or_, bits), dtype)
 
 
