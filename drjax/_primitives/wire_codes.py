@@ -143,14 +143,15 @@ def _times(x: Any, factor: Any, block: int) -> Any:
     if isinstance(x, np.ndarray) or x.size % LANES or LANES % block and block % LANES:
         return (x.reshape(-1, block) * factor[:, None]).reshape(-1)
     if block > LANES:
-        # The factor of each row of lanes: a sum of as many terms as a block has rows,
-        # of which all others are 0.
+        # The factor of each 128 numbers, in a sum of as many terms as a block has of
+        # these, of which all others are 0.
         count, zero = block // LANES, jnp.zeros((), factor.dtype)
         gaps = [(i, count - 1 - i, count - 1) for i in range(count)]
-        rows = functools.reduce(
+        every = functools.reduce(
             operator.add, [lax.pad(factor, zero, [g]) for g in gaps]
         )
-        return (x.reshape(-1, LANES) * rows[:, None]).reshape(-1)
+        every = lax.optimization_barrier(every)  # else some compute it for each number
+        return (x.reshape(-1, LANES) * every[:, None]).reshape(-1)
     x, factor = x.reshape(-1, LANES), factor.reshape(-1, LANES // block)
     of_lane = lax.broadcasted_iota(jnp.int32, x.shape, 1) // block
     every = factor[:, :1]
