@@ -1,6 +1,5 @@
 """drjax: differentiable, sharded MapReduce for JAX."""
 
-from importlib.metadata import version as _version
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from drjax import primitives as primitives
@@ -42,12 +41,11 @@ if _TYPE_CHECKING:
     from drjax import contrib as contrib
     from drjax import plan as plan
     from drjax._jit.jit import jit as jit
+    from drjax._lazy_names import __version__ as __version__
     from drjax._plan_file.load import load_plan as load_plan
     from drjax._planner.check import check as check
     from drjax._planner.make_plan import make_plan as make_plan
     from drjax.compiled.report import collectives as collectives
-
-__version__ = _version("drjax")
 
 if not _TYPE_CHECKING:  # for which a module with `__getattr__` has every name
     from drjax._lazy_names import __dir__ as __dir__

@@ -6,7 +6,7 @@ that moved works, and warns of its new place; it may go in a minor version after
 whose changelog says that it moved.
 """
 
-import importlib
+import importlib.metadata
 import sys
 import warnings
 from typing import Any
@@ -19,6 +19,7 @@ _LAZY = {
     "load_plan": "drjax._plan_file.load",
     "make_plan": "drjax._planner.make_plan",
 }
+__version__: str
 _MOVED = {"export_federated_language": "drjax.contrib"}
 
 
@@ -30,6 +31,10 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_LAZY[name]), name)
         setattr(drjax, name, value)
         return value
+    if name == "__version__":
+        # Python reads all of the distribution's metadata for it.
+        setattr(drjax, name, value := importlib.metadata.version("drjax"))
+        return value
     if name in _MOVED:
         text = f"drjax.{name} is deprecated; use {_MOVED[name]}.{name}."
         warnings.warn(text, DeprecationWarning, stacklevel=2)
@@ -40,4 +45,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*vars(sys.modules["drjax"]), *_MODULES, *_LAZY})
+    return sorted({*vars(sys.modules["drjax"]), *_MODULES, *_LAZY, "__version__"})
