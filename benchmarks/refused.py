@@ -1,6 +1,7 @@
 """Minimal programs of what compilers refuse, where hand-written code needs more for it.
 
-    python -m benchmarks.refused
+    python -m benchmarks.refused                 # of the compiler for CPUs
+    python -m benchmarks.refused --tpu v5e:2x4   # of the one for TPUs
 
 Each is a reason why a count of `benchmarks.combinations`, `benchmarks.residuals` or
 `benchmarks.chosen` is not that of a shorter program. For maxima the best hand-written
@@ -9,8 +10,9 @@ the CPU; `tests/project/test_combination_benchmarks.py` fails when one is not re
 any more.
 """
 
+import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +21,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.counts import mesh_of
 from benchmarks.descent import descend
 from benchmarks.report import table
 
@@ -162,12 +165,61 @@ def refused() -> list[list[str]]:
     ]
 
 
+def operations_on_tpu(topology: str, fn: Callable) -> float:
+    """Those of a function of a device's 4 groups, on chips that need not be there."""
+    mesh = mesh_of("groups", _DEVICES, topology)
+    of_devices = jax.shard_map(
+        fn, mesh=mesh, in_specs=P("groups"), out_specs=P("groups")
+    )
+    sharding = jax.NamedSharding(mesh, P("groups"))
+    shape = 4 * _DEVICES, _NUMBERS
+    x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+    cost: Any = jax.jit(of_devices).lower(x).compile().cost_analysis()
+    return cost.get("flops", 0.0)
+
+
+def in_order(order: Sequence[int]) -> Callable[[jax.Array], jax.Array]:
+    """Put slices together in another order, one by one."""
+    return lambda x: jnp.concatenate([x[i : i + 1] for i in order])
+
+
+def codes(as_bytes: bool) -> Callable[[jax.Array], jax.Array]:
+    """Round numbers to int8, and read them as bytes."""
+    rounded = lambda x: jnp.round(x).astype(jnp.int8)
+    if not as_bytes:
+        return rounded
+    return lambda x: lax.bitcast_convert_type(rounded(x), jnp.uint8)
+
+
+def refused_on_tpu(topology: str) -> list[list[str]]:
+    """As `refused`, by the compiler for TPUs."""
+    count = lambda fn: f"{operations_on_tpu(topology, fn):,.0f} operations"
+    return [
+        [
+            f"4 slices of {_NUMBERS:,} numbers in the order 2, 0, 3, 1",
+            "0 operations",
+            count(in_order([2, 0, 3, 1])),
+            "a known permutation has as many",
+        ],
+        [
+            f"the bytes of {4 * _NUMBERS:,} int8 numbers",
+            count(codes(False)),
+            count(codes(True)),
+            "an int8 sum has an operation more for each number",
+        ],
+    ]
+
+
 def main() -> None:
     """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tpu", metavar="TOPOLOGY", help="of these chips: v5e:2x4")
+    topology = parser.parse_args().tpu
     jax.config.update("jax_num_cpu_devices", _DEVICES)
+    what = f"{_DEVICES} TPU chips" if topology else f"{_DEVICES} devices of the CPU"
     columns = ["asked for", "expected", "compiled", "so that"]
-    print(f"JAX {jax.__version__}, {_DEVICES} devices of the CPU.\n")
-    print(table(columns, refused()))
+    print(f"JAX {jax.__version__}, {what}.\n")
+    print(table(columns, refused_on_tpu(topology) if topology else refused()))
 
 
 if __name__ == "__main__":

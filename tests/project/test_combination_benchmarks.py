@@ -3,6 +3,9 @@
 Covers: benchmarks.
 """
 
+import functools
+import importlib.util
+
 import jax
 import numpy as np
 import pytest
@@ -90,3 +93,14 @@ def test_compilers_still_refuse():
     assert refused.bytes_of_choice(True) > refused.bytes_of_choice(False) == 0
     assert refused.bytes_of_branches(True) > 1.2 * refused.bytes_of_branches(False)
     assert refused.bytes_of_levels(False) > refused.bytes_of_levels(True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu, its compiler"
+)
+def test_the_compiler_for_tpus_still_refuses():
+    operations = functools.partial(refused.operations_on_tpu, "v5e:2x4")
+    assert operations(refused.in_order([2, 0, 3, 1])) > 200_000
+    codes, of_bytes = (operations(refused.codes(x)) for x in (False, True))
+    assert of_bytes == codes + 80_000
