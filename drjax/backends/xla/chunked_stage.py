@@ -320,16 +320,17 @@ class ChunkedStage:
             own: Any = self._slots(x, slot, slot[None], False, None)
             return lax.squeeze(own, (0,))
 
-        def sums(slot: Array) -> list[Array]:
+        def work(slot: Array) -> list[Array]:
             own = [
                 slice_at(slot, x) if v.partitioned else x
                 for x, v in zip(inputs, self.stage.inputs, strict=True)
             ]
-            outs = call(self.stage, [first + slot, *own])
-            pairs = zip(self.reduces, self._sources, strict=True)
-            return [REDUCE_OPS[r.op].local(outs[i][None]) for r, i in pairs]
+            return [y[None] for y in self._of_group(first + slot, *own)]
 
-        nothing = lambda slot: tree_zeros_like(types_of(lambda: sums(slot)))
+        def sums(outs: list[Array], slot: Array, alone: bool) -> list[Any]:
+            pairs = zip(self.reduces, self._sources, strict=True)
+            index = (first + slot)[None]
+            return [self._reduce(r, outs, i, index, alone) for r, i in pairs]
 
         def slot_of(index: Array, new: Array) -> tuple[Array, Array]:
             slot = jnp.clip(index.astype(jnp.int32) - first, 0, last)
@@ -337,14 +338,17 @@ class ChunkedStage:
 
         if chosen.count == 1:
             slot, is_own = slot_of(indices[0], new[0])
-            return [jnp.where(is_own, x, jnp.zeros_like(x)) for x in sums(slot)]
+            totals = sums(work(slot), slot, True)
+            return [jnp.where(is_own, x, jnp.zeros_like(x)) for x in totals]
 
         def body(totals: list[Accumulator], xs: Any) -> tuple[list[Accumulator], None]:
             slot, is_own = slot_of(*xs)
-            summands = lax.cond(is_own, sums, nothing, slot)
+            idle = functools.partial(self._idle, work)
+            summands = sums(lax.cond(is_own, work, idle, slot), slot, False)
             return [a.add(x) for a, x in zip(totals, summands, strict=True)], None
 
-        one = lambda: (sums(jnp.zeros_like(first)), [])
+        zero = jnp.zeros_like(first)
+        one = lambda: (sums(work(zero), zero, False), [])
         empty = _empty_accumulators(self.reduces, [], chosen.count, one)
         totals, _ = lax.scan(body, empty, (indices, new))
         return [total.value for total in totals]
@@ -416,10 +420,8 @@ class ChunkedStage:
         args = [x.index if isinstance(x, Stacked) else x for x in args]
 
         def one(*xs: Array) -> list[Array]:
-            if self._placed:
-                return as_arrays(evaluate_on_mesh(self._jaxpr, xs), self._dtypes)
             if self._inner is None:
-                return call(self.stage, xs)
+                return self._of_group(*xs)
             pairs = enumerate(xs)
             return self._inner(
                 *(Stacked(stacks[i], x) if i in stacks else x for i, x in pairs)
@@ -461,6 +463,19 @@ class ChunkedStage:
             totals.append(work.of_chunk(states, self.layout, indices))
         return totals, [outs[i] for i in self._kept]
 
+    def _of_group(self, *args: Array) -> list[Array]:
+        """Run the stage for one group; `args` are those of its jaxpr."""
+        if self._placed:
+            return as_arrays(evaluate_on_mesh(self._jaxpr, args), self._dtypes)
+        return call(self.stage, args)
+
+    def _idle(self, work: Callable[..., list[Array]], *args: Any) -> list[Array]:
+        """Return what `work` returns for groups that only add zeros."""
+        # A slice that is in no segment is not read.
+        nowhere = {first: max(x.num, 1) for first, x in self._placed.values()}
+        outs = types_of(work, *args)
+        return [full_of_type(y, nowhere.get(i, 0)) for i, y in enumerate(outs)]
+
     def _unless_idle(
         self, decision: Decision, work: Callable[..., list[Array]], args: list
     ) -> list[Array]:
@@ -476,14 +491,7 @@ class ChunkedStage:
         has_work = batch(lambda *xs: decision.has_work(xs), axes=axes)
         some, *always = has_work(*(resolved(x) for x in used))
         run = lambda: work(*map(resolved, args))
-        # A slice that is in no segment is not read.
-        nowhere = {first: max(x.num, 1) for first, x in self._placed.values()}
-
-        def idle() -> list[Array]:
-            outs = types_of(run)
-            return [full_of_type(y, nowhere.get(i, 0)) for i, y in enumerate(outs)]
-
-        outs = lax.cond(jnp.any(some), run, idle)
+        outs = lax.cond(jnp.any(some), run, lambda: self._idle(run))
         for i, x in zip(decision.always, always, strict=True):
             outs[i] = x.astype(outs[i].dtype)
         return outs
