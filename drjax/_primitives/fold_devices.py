@@ -54,6 +54,7 @@ from drjax._primitives.fold_trees import (
     SWAPS,
     Combine,
     States,
+    first_of,
     fold_by_tree,
 )
 from drjax._primitives.map_fn import group_context
@@ -462,24 +463,31 @@ def fold_devices(
     jaxpr: ClosedJaxpr | None,
     consts: Sequence[Array],
     combine: Combine,
+    init: States,
     own: States,
     varying: frozenset[str] = frozenset(),
 ) -> States:
-    """Fold the devices' states, `[1, *s]`; the same on all devices.
+    """Fold the devices' states, `[1, *s]`, after a first one; the same on all devices.
 
     `combine` combines pairs of states; it is that of `jaxpr`, None if there is none.
-    `varying` is that of `states_of_devices`.
+    `init` is the first state, and the result, `[*s]`. `varying` is that of
+    `states_of_devices`.
     """
     leaves = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in own]
     way = choose_way(layout, [jaxpr], consts, leaves)
-    if way == SWAPS:
-        return Swaps(layout, combine).fold(own)
-    if way == GATHERED or jaxpr is None:
-        return fold_by_tree(combine, states_of_devices(layout, own, varying))
+    if way != COLUMNS or jaxpr is None:
+        if way == SWAPS:
+            total = Swaps(layout, combine).fold(own)
+        else:
+            total = fold_by_tree(combine, states_of_devices(layout, own, varying))
+        with _compat.without_vma():
+            return first_of(combine([y[None] for y in init], total))
     m = layout.devices
     shapes = [x.shape for x in leaves], [_width(x, m) for x in leaves]
     columns, axes = Columns(layout, *shapes), (None,) * len(consts) + (0, 0) * len(own)
     pairs = jax.vmap(_function_of_parts(jaxpr, m), axes)
+    of_parts = lambda a, b: list(pairs(*consts, *a, *b))
     parts = [columns.exchange(i, x) for i, x in enumerate(own)]
-    total = fold_by_tree(lambda a, b: list(pairs(*consts, *a, *b)), parts)
-    return [columns.whole(i, x[0])[None] for i, x in enumerate(total)]
+    first = [columns.own(i, y)[None] for i, y in enumerate(init)]
+    total = first_of(of_parts(first, fold_by_tree(of_parts, parts)))
+    return [columns.whole(i, x) for i, x in enumerate(total)]

@@ -719,10 +719,9 @@ def _run_device(
     own = levels[-1]
     if mode.what == "value" and not mode.saved:
         consts = tree.consts[mode.closed :]
-        total = fold_devices(layout, jaxprs[0], consts, tree.combine, own, varying)
-        with _compat.without_vma():
-            total = tree.combine([y[None] for y in tree.init], total)
-        return [vary(y, others) for y in first_of(total)]
+        combine, init = tree.combine, tree.init
+        total = fold_devices(layout, jaxprs[0], consts, combine, init, own, varying)
+        return [vary(y, others) for y in total]
     root = root_of(layout, tree, parts, first // k, varying)
     of_devices = mode.way != GATHERED
     if tree.saved is None:

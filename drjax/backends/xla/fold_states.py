@@ -157,8 +157,8 @@ def finish_folds(layout: Layout, works: list[FoldWork], states: States) -> State
         own = [x[None] for x in state]
         stage = work.fold.combine
         jaxpr = stage.jaxpr if stage.exported is None else None
-        total = fold_devices(layout, jaxpr, work.consts, work.combine_pairs, own)
-        outs += work.combine(list(work.init), [x[0] for x in total])
+        combine, init = work.combine_pairs, list(work.init)
+        outs += fold_devices(layout, jaxpr, work.consts, combine, init, own)
     return outs
 
 
