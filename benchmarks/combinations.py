@@ -86,6 +86,19 @@ def _add_exponentials(a, b):
     return jnp.logaddexp(a, b)
 
 
+def _fold_by_columns(x):
+    """The fold of all groups of a part of the numbers, on each device."""
+
+    def tree(states):
+        while len(states) > 1:
+            states = jnp.logaddexp(states[::2], states[1::2])
+        return states[0]
+
+    parts = tree(x).reshape(DEVICES, -1)
+    own = tree(lax.all_to_all(parts, _AXIS, 0, 0, tiled=True))
+    return lax.all_gather(own, _AXIS, tiled=True)
+
+
 def _matrices(x):
     """Matrices near the identity, `[..., d / 16, 4, 4]`."""
     x = x.reshape(*x.shape[:-1], -1, 4, 4) / 16
@@ -268,6 +281,11 @@ TASKS: dict[str, tuple[Callable, Callable, Callable]] = {
         lambda x: drjax.reduce(_add_exponentials, x, -jnp.inf),
         _sharded(_logsumexp, P()),
         lambda x: jax.nn.logsumexp(x, axis=0),
+    ),
+    "fold by logaddexp": (
+        lambda x: drjax.reduce(_add_exponentials, x, -jnp.inf),
+        _sharded(_fold_by_columns, P(), False),
+        lambda x: jnp.logaddexp.reduce(x, axis=0),
     ),
     "product of matrices": (
         _product_of_groups,
