@@ -98,8 +98,8 @@ class Indices:
             return jnp.full(1, self.number, jnp.int32), jnp.ones(1, bool)
         taken = [x for x, u in zip(args, self.used, strict=True) if u]
         indices = jnp.ravel(evaluate_on_mesh(self.jaxpr, taken)[0])
-        if self.count == 1:
-            return indices, jnp.ones(1, bool)
+        if self.count < 2:
+            return indices, jnp.ones(self.count, bool)
         indices = jnp.sort(indices)
         return indices, jnp.append(True, indices[1:] != indices[:-1])
 

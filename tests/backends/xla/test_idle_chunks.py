@@ -178,6 +178,22 @@ def test_indices(indices, dtype, mesh, step):
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(0,), (2, 3), (1, 1)])
+@pytest.mark.parametrize("step", [1, None])
+def test_batches_of_indices(step, shape):
+    indices = jnp.arange(np.prod(shape)).reshape(shape) % 4
+
+    def chosen(w, x, indices):
+        select = lambda i: drjax.select(slices(w, x), i)
+        for _ in shape:
+            select = jax.vmap(select)
+        return select(indices)
+
+    run = drjax.jit(program(chosen), groups_per_step=step)
+    expected = jnp.tanh(jnp.tanh(X @ W) @ W)[indices]
+    np.testing.assert_allclose(run(W, X, indices), expected, 1e-5, 1e-6)
+
+
 @pytest.mark.parametrize("index, groups", [(7, [7]), (30, []), (-1, [])])
 def test_no_other_group_decides(index, groups):
     broken = X.at[jnp.array([i for i in range(N) if i != index])].set(jnp.nan)
