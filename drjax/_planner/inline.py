@@ -268,6 +268,26 @@ def inline_calls(
     return inlined
 
 
+def _without(
+    eqns: list[Eqn], outvars: Sequence[Atom], same_as: Callable[[Eqn], Atom | None]
+) -> tuple[list[Eqn], list[Atom]]:
+    """Remove equations whose result is another value, which `same_as` tells of each.
+
+    The new equations and results are returned.
+    """
+    names: dict[Any, Any] = {}
+    kept = []
+    for eqn in eqns:
+        if names:
+            eqn = eqn.replace(invars=substitute(eqn.invars, names))
+        value = same_as(eqn)
+        if value is None:
+            kept.append(eqn)
+        else:
+            names[eqn.outvars[0]] = value
+    return kept, substitute(outvars, names)
+
+
 def _without_equal_cases(
     eqns: list[Eqn], outvars: Sequence[Atom]
 ) -> tuple[list[Eqn], list[Atom]]:
@@ -275,22 +295,18 @@ def _without_equal_cases(
 
     The program is differentiated already. So what it is selected by may be dead.
     """
-    names: dict[Any, Any] = {}
     stopped: dict[Any, Any] = {}
-    kept = []
-    for eqn in eqns:
-        if names:
-            eqn = eqn.replace(invars=substitute(eqn.invars, names))
+
+    def same_as(eqn: Eqn) -> Atom | None:
         name, operands = eqn.primitive.name, eqn.invars
         if name == "stop_gradient":
             stopped[eqn.outvars[0]] = operands[0]
-        elif name == "select_n" and not any(isinstance(v, Literal) for v in operands):
-            value, *others = (stopped.get(v, v) for v in operands[1:])
-            if all(v is value for v in others):
-                names[eqn.outvars[0]] = value
-                continue
-        kept.append(eqn)
-    outvars = substitute(outvars, names)
+        if name != "select_n" or any(isinstance(v, Literal) for v in operands):
+            return None
+        value, *others = (stopped.get(v, v) for v in operands[1:])
+        return value if all(v is value for v in others) else None
+
+    kept, outvars = _without(eqns, outvars, same_as)
     return live_equations(kept, outvars), outvars
 
 
@@ -299,24 +315,18 @@ def _share_gathers(
 ) -> tuple[list[Eqn], list[Atom]]:
     """Merge equations that gather the slices of the same variable into one.
 
-    The new equations and results are returned. Without this, a value would be
-    communicated several times: `inline_calls` replaces `reduce_columns`, and
-    derivatives of `reduce`, by a gather and work of the server.
+    Without this, a value would be communicated several times: `inline_calls` replaces
+    `reduce_columns`, and derivatives of `reduce`, by a gather and work of the server.
     """
-    known: dict[Any, Any] = {}
-    names: dict[Any, Any] = {}
-    kept = []
-    for eqn in eqns:
-        if names:
-            eqn = eqn.replace(invars=substitute(eqn.invars, names))
-        if eqn.primitive is primitives.gather_p:
-            key = (eqn.invars[0], *eqn.params.values())
-            if key in known:
-                names[eqn.outvars[0]] = known[key]
-                continue
-            known[key] = eqn.outvars[0]
-        kept.append(eqn)
-    return kept, substitute(outvars, names)
+    known: dict[Any, Atom] = {}
+
+    def same_as(eqn: Eqn) -> Atom | None:
+        if eqn.primitive is not primitives.gather_p:
+            return None
+        first = known.setdefault((eqn.invars[0], *eqn.params.values()), eqn.outvars[0])
+        return None if first is eqn.outvars[0] else first
+
+    return _without(eqns, outvars, same_as)
 
 
 def is_rewritten(eqn: Eqn) -> bool:
