@@ -148,7 +148,7 @@ def plan_to_run(jaxpr: ClosedJaxpr, options: Options) -> xla.Choice:
         if step < xla.groups_of_device(plan):
             return xla.Choice(plan, "recompute", step)
     plan = make(names[0])
-    if len(names) > 1 and xla.leaves_out_groups(plan):
+    if len(names) > 1 and xla.may_choose_a_group(plan):
         again = make("recompute")
         if xla.average_work(again) < xla.average_work(plan):
             return xla.Choice(again, "recompute", None)

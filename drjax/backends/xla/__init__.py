@@ -15,6 +15,6 @@ from drjax.backends.xla.compile_plan import average_work as average_work
 from drjax.backends.xla.compile_plan import compile as compile
 from drjax.backends.xla.compile_plan import fitted as fitted
 from drjax.backends.xla.compile_plan import groups_of_device as groups_of_device
-from drjax.backends.xla.compile_plan import leaves_out_groups as leaves_out_groups
+from drjax.backends.xla.compile_plan import may_choose_a_group as may_choose_a_group
 from drjax.backends.xla.compile_plan import on_mesh as on_mesh
 from drjax.backends.xla.compile_plan import run_flat as run_flat

@@ -308,10 +308,7 @@ class ChunkedStage:
         A single one has no branch, so that the compiler merges its work with that of
         other rounds; a device without this group leaves out what it has computed.
         """
-        own, shared, layout = iter(slices), iter(self.shared), self.layout
-        inputs: list[Any] = [
-            next(own if v.partitioned else shared) for v in self.stage.inputs
-        ]
+        inputs, layout = self._inputs(slices), self.layout
         indices, new = chosen.ordered([first, *inputs])
         # Of groups: padding has none, and a device without a group does not come here.
         last = jnp.minimum(layout.per_device, layout.partition.size - first) - 1
@@ -398,10 +395,8 @@ class ChunkedStage:
         The result is as that of `run`, for the c slots, but in `partials` each fold has
         a `ChunkState`, the fold of the chunk's states.
         """
-        args: list = [copy_index_to_padding(self.layout, indices, first)]
-        slices_, shared = iter(slices), iter(self.shared)
-        for value in self.stage.inputs:
-            args.append(next(slices_) if value.partitioned else next(shared))
+        index = copy_index_to_padding(self.layout, indices, first)
+        args: list = [index, *self._inputs(slices)]
         # The batched function of a file takes the mask as an operand.
         if self._inner is None and combines_itself(self.stage):
             mask = jnp.ones(indices.shape, bool)
@@ -462,6 +457,11 @@ class ChunkedStage:
             states = [outs[i] for i in chosen]
             totals.append(work.of_chunk(states, self.layout, indices))
         return totals, [outs[i] for i in self._kept]
+
+    def _inputs(self, slices: Sequence[Slices]) -> list[Any]:
+        """Put slices, and what all groups share, in the order of the stage's inputs."""
+        own, shared = iter(slices), iter(self.shared)
+        return [next(own if v.partitioned else shared) for v in self.stage.inputs]
 
     def _of_group(self, *args: Array) -> list[Array]:
         """Run the stage for one group; `args` are those of its jaxpr."""

@@ -33,7 +33,11 @@ from drjax._planner.cost import cost_of_stage, costs
 from drjax._sharding.execute import as_operand
 from drjax._sharding.layout import Layout
 from drjax.backends.xla import step_size
-from drjax.backends.xla.idle_chunks import decision_of_round, indices_of_round
+from drjax.backends.xla.idle_chunks import (
+    decision_of_round,
+    indices_of_round,
+    takes_index,
+)
 from drjax.backends.xla.inner_programs import layouts_inside
 from drjax.backends.xla.kept_run import KeptRun
 from drjax.backends.xla.mesh_interpreter import MeshInterpreter, layout_of
@@ -167,7 +171,7 @@ def fitted(
     ways = dict[str, step_size.Way]()
     for residuals, plan in plans.items():
         server, group = costs(plan)
-        work = average_work(plan, layout.per_device)
+        work = group.operations - _idle_work(plan, layout.per_device)
         compiled = functools.partial(_temp_bytes, plan, user_mesh)
         if temp_bytes is not None:
             compiled = functools.partial(temp_bytes, residuals)
@@ -248,25 +252,30 @@ def on_mesh(plan: Plan, inputs: list[Array]) -> list[Array]:
     return inputs
 
 
-def average_work(plan: Plan, count: int | None = None) -> float:
-    """Estimate what one of a device's groups computes, on average of its `count`.
+def average_work(plan: Plan) -> float:
+    """Estimate what one of a device's groups computes, in operations, on average."""
+    return costs(plan)[1].operations - _idle_work(plan, groups_of_device(plan))
 
-    It is in operations. In a round outside of loops of which an index chooses a group,
-    all others compute nothing. `count` None: those of the mesh in context.
+
+def _idle_work(plan: Plan, count: int) -> float:
+    """Estimate what a group does not compute as an index chooses another of `count`.
+
+    It is an average, and that of rounds outside of loops.
     """
-    count = groups_of_device(plan) if count is None else count
-    work = costs(plan)[1].operations
+    work, kept = 0.0, plan.kept()
     for a_round in plan.rounds:
-        chosen = indices_of_round(a_round, plan.kept())
+        chosen = indices_of_round(a_round, kept)
         if chosen is not None and chosen.count == 1:
-            work -= cost_of_stage(a_round.local).operations * (1 - 1 / count)
+            work += cost_of_stage(a_round.local).operations * (1 - 1 / count)
     return work
 
 
-def leaves_out_groups(plan: Plan) -> bool:
-    """Whether there is a round in which not all groups have work."""
+def may_choose_a_group(plan: Plan) -> bool:
+    """Whether there are a round in which not all groups work, and a group's index."""
     kept = plan.kept()
-    return any(decision_of_round(x, kept) is not None for x in plan.rounds)
+    return any(decision_of_round(x, kept) is not None for x in plan.rounds) and any(
+        takes_index(x.local) for x in plan.rounds
+    )
 
 
 def groups_of_device(plan: Plan) -> int:

@@ -194,5 +194,14 @@ def indices_of(decision: Decision, partitioned: Flags) -> Indices | None:
     return Indices(jaxpr, used, math.prod(avals[0].shape))
 
 
+def takes_index(stage: Stage) -> bool:
+    """Whether a stage's jaxpr reads the first of its inputs, the group index."""
+    if stage.jaxpr is None:
+        return False
+    raw = _compat.open_jaxpr(stage.jaxpr)
+    index = raw.invars[0]
+    return any(index is v for eqn in raw.eqns for v in eqn.invars)
+
+
 def _operations(jaxpr: ClosedJaxpr) -> float:
     return sum(map(operations, _compat.open_jaxpr(jaxpr).eqns))
