@@ -71,6 +71,11 @@ def name_in_program(name: str) -> str:
     return named
 
 
+def current_traits() -> Traits:
+    """Return the traits of the current program, to set them; outside, those of none."""
+    return current_scope().traits or Traits()
+
+
 def traits_of(name: str) -> Traits:
     """Return the traits of the program that has bound an equation of this name."""
     return name.traits if isinstance(name, NameInProgram) else Traits()

@@ -20,7 +20,7 @@ from drjax._api.participation import Participation
 from drjax._api.resolve import BlockParams, map_leaves
 from drjax._compat.jax_types import Primitive
 from drjax._compat.types import Array, GlobalArray, PartitionedArray
-from drjax._context import current_scope
+from drjax._context import current_scope, current_traits
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._partition import integer_of
 from drjax._plan.wire import Wire
@@ -44,9 +44,7 @@ def collective_options(
                 f'drjax.{block} needs result= as "sharded" or None, got {result!r}.'
             )
         options["sharded"] = True
-        traits = current_scope().traits
-        if traits is not None:
-            traits.shards = True
+        current_traits().shards = True
     if isinstance(wire, str):
         wire = Wire(wire)
     elif isinstance(wire, tuple) and len(wire) == 2 and isinstance(wire[0], str):

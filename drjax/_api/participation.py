@@ -26,7 +26,7 @@ from drjax import _compat
 from drjax._api.resolve import BlockParams, group_axis_size, map_leaves
 from drjax._api.validate import as_array
 from drjax._compat.types import Array, GlobalArray, PartitionedArray
-from drjax._context import current_scope
+from drjax._context import current_traits
 from drjax._errors import DrjaxTypeError, DrjaxValueError
 from drjax._primitives.segments import place_in_segment
 from drjax._primitives.select_slice import as_int32
@@ -97,9 +97,7 @@ def check_where(block: str, where: Mask, params: BlockParams) -> PartitionedArra
 
 def _leave_groups_out() -> None:
     """Note that the current program leaves groups out, for transposes of their work."""
-    traits = current_scope().traits
-    if traits is not None:
-        traits.leaves_out = True
+    current_traits().leaves_out = True
 
 
 def _check_num(block: str, by: Segments, num: int | None) -> int:

@@ -202,9 +202,13 @@ def _laid_out(x: Array, layout: Layout) -> Array:
     """
     if layout.spec_entry is not None:
         return x
+    return _constrained(x, layout, layout.axes, *[P.UNCONSTRAINED] * (x.ndim - 1))
+
+
+def _constrained(x: Array, layout: Layout, *entries: Any) -> Array:
+    """Constrain an array by the entries of a `PartitionSpec` for the layout's mesh."""
     assert layout.mesh is not None
-    spec = P(layout.axes, *[P.UNCONSTRAINED] * (x.ndim - 1))
-    return lax.with_sharding_constraint(x, NamedSharding(layout.mesh, spec))
+    return lax.with_sharding_constraint(x, NamedSharding(layout.mesh, P(*entries)))
 
 
 def computed_in_parts(x: GlobalArray, layout: Layout) -> GlobalArray:
@@ -216,9 +220,7 @@ def computed_in_parts(x: GlobalArray, layout: Layout) -> GlobalArray:
     """
     if not layout.sharded or layout.explicit or not x.ndim:
         return x
-    assert layout.mesh is not None
-    free = NamedSharding(layout.mesh, P(*[P.UNCONSTRAINED] * x.ndim))
-    return lax.with_sharding_constraint(x, free)
+    return _constrained(x, layout, *[P.UNCONSTRAINED] * x.ndim)
 
 
 def undivided_if_uneven(x: GlobalArray, layout: Layout, axis: int) -> GlobalArray:
@@ -231,10 +233,9 @@ def undivided_if_uneven(x: GlobalArray, layout: Layout, axis: int) -> GlobalArra
     """
     if not (layout.sharded and layout.uneven):
         return x
-    assert layout.mesh is not None
-    spec: list[Any] = [P.UNCONSTRAINED] * x.ndim
-    spec[axis] = None
-    return lax.with_sharding_constraint(x, NamedSharding(layout.mesh, P(*spec)))
+    entries: list[Any] = [P.UNCONSTRAINED] * x.ndim
+    entries[axis] = None
+    return _constrained(x, layout, *entries)
 
 
 def divided_coordinates(x: GlobalArray, layout: Layout, count: int) -> GlobalArray:
@@ -245,10 +246,8 @@ def divided_coordinates(x: GlobalArray, layout: Layout, count: int) -> GlobalArr
     """
     if not layout.sharded or layout.explicit or count % layout.devices:
         return x
-    assert layout.mesh is not None
     flat = x.reshape(len(x), count, -1)
-    spec = P(P.UNCONSTRAINED, layout.axes, P.UNCONSTRAINED)
-    flat = lax.with_sharding_constraint(flat, NamedSharding(layout.mesh, spec))
+    flat = _constrained(flat, layout, P.UNCONSTRAINED, layout.axes, P.UNCONSTRAINED)
     return flat.reshape(x.shape)
 
 
