@@ -3,7 +3,6 @@
 Covers: drjax.contrib.diloco, drjax._primitives.in_two_legs, drjax._planner.fences.
 """
 
-import importlib.util
 from functools import partial
 from typing import Any
 
@@ -20,12 +19,11 @@ from drjax.compiled import Collective, read_hlo
 from drjax.contrib import diloco
 from experiments import machine
 from experiments.config import Machine
+from tests.helpers.compiled import BY_TPU_COMPILER
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None, reason="needs libtpu, its compiler"
-    ),
+    BY_TPU_COMPILER,
 ]
 SIZE, LAYERS, BATCH, H, INNER = 256, 4, 128, 20, optax.adam(1e-3)
 JITS = {"jax.jit": jax.jit, "drjax.jit": drjax.jit}

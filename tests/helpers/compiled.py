@@ -1,12 +1,19 @@
 """What the compiler made of a function, in the mesh in context."""
 
 import contextlib
+import importlib.util
 import logging
 from typing import Any
 
 import jax
+import pytest
 
 import drjax
+
+# What only the compiler for TPUs can say, which needs none of these.
+BY_TPU_COMPILER = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu, its compiler"
+)
 
 
 def compiled(f, *args) -> Any:

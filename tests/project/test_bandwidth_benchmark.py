@@ -3,7 +3,6 @@
 Covers: benchmarks, examples.
 """
 
-import importlib.util
 import re
 from pathlib import Path
 
@@ -12,13 +11,12 @@ import pytest
 
 from benchmarks import bandwidth
 from examples.reproductions.bandwidth import MODELS, index_of
+from tests.helpers.compiled import BY_TPU_COMPILER
 
 TABLE = Path(__file__).parents[2] / "benchmarks/results/bandwidth.md"
 compiles = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None, reason="needs libtpu, its compiler"
-    ),
+    BY_TPU_COMPILER,
 ]
 
 

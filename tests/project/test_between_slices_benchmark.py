@@ -3,18 +3,15 @@
 Covers: benchmarks.
 """
 
-import importlib.util
-
 import pytest
 
 from benchmarks import between_slices
 from benchmarks.between_slices import BOTH, ONE, OURS, PLANNED
+from tests.helpers.compiled import BY_TPU_COMPILER
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None, reason="needs libtpu, its compiler"
-    ),
+    BY_TPU_COMPILER,
 ]
 
 

@@ -4,7 +4,6 @@ Covers: benchmarks.
 """
 
 import functools
-import importlib.util
 
 import jax
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 
 from benchmarks import combinations, counts, refused
 from benchmarks.combinations import BASELINE, OURS, PLANNED
+from tests.helpers.compiled import BY_TPU_COMPILER
 
 # A fold by any function holds parts of the states of m devices, and for a gradient two
 # states for each group.
@@ -96,9 +96,7 @@ def test_compilers_still_refuse():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="needs libtpu, its compiler"
-)
+@BY_TPU_COMPILER
 def test_the_compiler_for_tpus_still_refuses():
     operations = functools.partial(refused.operations_on_tpu, "v5e:2x4")
     assert operations(refused.in_order([2, 0, 3, 1])) > 200_000

@@ -4,7 +4,6 @@ Covers: experiments.
 """
 
 import dataclasses
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from examples.common.transformer import TransformerConfig
 from experiments import config, counts, plot, run, text, worker
 from experiments.config import Config, Machine, Round
 from tests.helpers import cases
+from tests.helpers.compiled import BY_TPU_COMPILER
 
 WAYS = [
     "drjax", "drjax jit", "shard_map, scan", "no annotations", "python loop",
@@ -310,9 +310,7 @@ def test_a_program_for_devices_that_are_not_there(platform, topology, module):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler"
-)
+@BY_TPU_COMPILER
 def test_groups_of_a_tpu_need_no_more_memory_than_one(monkeypatch):
     """The running sum lies where the results will; see `reuse_accumulators.py`."""
     monkeypatch.setattr("drjax.backends.xla.reuse_accumulators.LARGE", 1)

@@ -6,7 +6,6 @@ ends here shows that it does not.
 Covers: drjax._sharding.execute, drjax._primitives.map_fn.
 """
 
-import importlib.util
 import re
 from typing import Any
 
@@ -24,13 +23,12 @@ from drjax.plan import Wire
 from experiments import machine
 from experiments.config import Machine
 from tests.helpers import cases, models
+from tests.helpers.compiled import BY_TPU_COMPILER
 from tests.helpers.meshes import make_mesh
 
 on_tpus = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None, reason="needs libtpu, its compiler"
-    ),
+    BY_TPU_COMPILER,
 ]
 AXES = {"clients": 2, "fsdp": 2, "tensor": 2}
 
