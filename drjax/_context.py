@@ -72,7 +72,7 @@ def name_in_program(name: str) -> str:
 
 
 def current_traits() -> Traits:
-    """Return the traits of the current program, to set them; outside, those of none."""
+    """Return the traits of the current program; outside of programs, new ones."""
     return current_scope().traits or Traits()
 
 
