@@ -203,23 +203,22 @@ def _read(x: Array, table: np.ndarray, device: Array | None) -> Array:
     """
     if (table == table[:1]).all():
         table, device = table[:1], None
-    for step in (1, -1):
-        cuts = np.flatnonzero((np.diff(table, axis=1) != step).any(0)) + 1
-        if len(cuts) >= _MOST_RUNS:
-            continue
-        runs = []
-        for first, end in itertools.pairwise([0, *cuts.tolist(), table.shape[1]]):
-            starts = table[:, first if step == 1 else end - 1]
-            if device is None:
-                start = int(starts[0])
-                run = lax.slice_in_dim(x, start, start + end - first)
-            else:
-                run = lax.dynamic_slice_in_dim(
-                    x, _of_device(starts, device), end - first
-                )
-            runs.append(run if step == 1 else lax.rev(run, (0,)))
-        return jnp.concatenate(runs)
-    return x[table[0] if device is None else _of_device(table, device)]
+    steps = np.diff(table, axis=1)
+    cuts_of = lambda step: np.flatnonzero((steps != step).any(0)) + 1
+    step = min((1, -1), key=lambda step: len(cuts_of(step)))
+    cuts = cuts_of(step).tolist()
+    if len(cuts) >= _MOST_RUNS:
+        return x[table[0] if device is None else _of_device(table, device)]
+    runs = []
+    for first, end in itertools.pairwise([0, *cuts, table.shape[1]]):
+        starts = table[:, first if step == 1 else end - 1]
+        if device is None:
+            start = int(starts[0])
+            run = lax.slice_in_dim(x, start, start + end - first)
+        else:
+            run = lax.dynamic_slice_in_dim(x, _of_device(starts, device), end - first)
+        runs.append(run if step == 1 else lax.rev(run, (0,)))
+    return jnp.concatenate(runs)
 
 
 def _of_device(table: np.ndarray, device: Array) -> Array:

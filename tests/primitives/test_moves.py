@@ -253,6 +253,14 @@ def test_a_permutation_needs_a_permute_for_each_group_of_a_device_at_most():
     assert collectives["collective-permute"] <= 2
 
 
+@pytest.mark.parametrize("mesh", [None, {"clients": 4}])
+def test_slices_in_reverse_order_are_copied_at_once(mesh):
+    run = drjax.program(clients=16)(lambda x: drjax.take(x, [*range(16)][::-1]))
+    with in_mesh(mesh and make_mesh(mesh)):
+        text = jax.jit(run).lower(np.ones((16, 100), np.float32)).as_text()
+    assert text.count("stablehlo.reverse") == 1
+
+
 @pytest.mark.sampled
 @checkerboard(5, mesh=MESHES, name=MOVES)
 def test_values_and_gradients_by_the_exchanges_of_large_programs(name, mesh):
