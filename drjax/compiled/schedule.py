@@ -15,6 +15,9 @@ than its start, as in the next step of a loop, is not seen.
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from drjax.compiled.hlo import Instruction, Module, shape_dims
 
@@ -128,14 +131,67 @@ class Schedule:
         left, right = (
             shape_dims(self._module.instructions[y].shape) for y in x.operands[:2]
         )
-        out = math.prod(shape_dims(x.shape))
+        out_shape = shape_dims(x.shape)
         if x.opcode == "dot":
             listed = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", x.attributes)
             axes = listed[1].split(",") if listed and listed[1] else []
-            return 2 * out * math.prod(left[int(axis)] for axis in axes)
-        labels = re.search(r"dim_labels=\w+_(\w+)->", x.attributes)
-        features = right[labels[1].index("o")] if labels else 1
-        return 2 * out * math.prod(right) // max(features, 1)
+            return 2 * math.prod([*out_shape, *(left[int(axis)] for axis in axes)])
+        return 2 * _products_of_convolution(x.attributes, left, right, out_shape)
+
+
+def _products_of_convolution(
+    attributes: str, left: list[int], right: list[int], out: list[int]
+) -> int:
+    """Count the products of numbers that are in the arrays.
+
+    A compiler for TPUs writes a batch of matrix products as a convolution, most of
+    whose products are with zeros between the numbers of its left operand.
+    """
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes)
+    if labels is None:
+        return math.prod(out)
+    of_left, of_right, of_out = labels.groups()
+    count = right[of_right.index("i")]
+    for axis, size in zip(of_out, out, strict=True):
+        if not axis.isdigit():
+            count *= size
+            continue
+        window = _Window.of(attributes, int(axis), right[of_right.index(axis)])
+        count *= window.products(left[of_left.index(axis)], size)
+    return count
+
+
+@dataclass(frozen=True)
+class _Window:
+    """How a convolution moves along a dimension, by the names of the attribute."""
+
+    size: int
+    stride: int = 1
+    pad: int = 0
+    lhs_dilate: int = 1
+    rhs_dilate: int = 1
+
+    @classmethod
+    def of(cls, attributes: str, axis: int, size: int) -> "_Window":
+        listed = re.search(r"window=\{([^}]*)\}", attributes)
+        pairs = (x.split("=") for x in listed[1].split()) if listed else ()
+        # Of a padding the lower end alone says where the window starts.
+        values = {k: int(v.split("x")[axis].split("_")[0]) for k, v in pairs}
+        names = cls.__dataclass_fields__.keys() & values.keys()
+        return cls(**({"size": size} | {name: values[name] for name in names}))
+
+    def products(self, size: int, out: int) -> int:
+        """Count the pairs of a place of `out` and one of the window that meet a number.
+
+        The left operand has so many along the dimension.
+        """
+        starts = np.arange(out) * self.stride - self.pad
+
+        def met(tap: int) -> int:
+            x, rest = np.divmod(starts + tap * self.rhs_dilate, self.lhs_dilate)
+            return int(np.sum((x >= 0) & (x < size) & (rest == 0)))
+
+        return sum(map(met, range(self.size)))
 
 
 def _total(

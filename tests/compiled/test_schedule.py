@@ -177,14 +177,36 @@ def test_of_branches_the_cheapest_counts():
     assert schedule.flops(module.computations["dear"]) == PRODUCT
 
 
-def test_flops_of_a_convolution():
+@pytest.mark.parametrize(
+    ("out", "window", "products"),
+    [
+        ("1,6,6,16", "size=3x3", (6 * 3) ** 2),
+        ("1,8,6,16", "size=3x3 pad=1_1x0_0", (8 * 3 - 2) * (6 * 3)),
+        ("1,3,6,16", "size=3x3 stride=2x1", (3 * 3) * (6 * 3)),
+        ("1,4,6,16", "size=3x3 rhs_dilate=2x1", (4 * 3) * (6 * 3)),
+        ("1,13,6,16", "size=3x3 lhs_dilate=2x1 rhs_reversal=1x1", 20 * (6 * 3)),
+    ],
+)
+def test_flops_of_a_convolution(out, window, products):
     lines = (
         "  %image = f32[1,8,8,3]{3,2,1,0} constant(0)",
         "  %kernel = f32[3,3,3,16]{3,2,1,0} constant(0)",
-        "  %out = f32[1,6,6,16]{3,2,1,0} convolution(%image, %kernel), "
-        "window={size=3x3}, dim_labels=b01f_01io->b01f",
+        f"  %out = f32[{out}]{{3,2,1,0}} convolution(%image, %kernel), "
+        f"window={{{window}}}, dim_labels=b01f_01io->b01f",
     )
     module = Module(program(*lines))
-    assert Schedule(module).flops([module.instructions["out"]]) == (
-        2 * 6 * 6 * 16 * 3 * 3 * 3
+    flops = Schedule(module).flops([module.instructions["out"]])
+    assert flops == 2 * products * 3 * 16
+
+
+def test_flops_of_a_batch_of_products_are_those_of_the_products():
+    # As a compiler for TPUs writes them.
+    lines = (
+        "  %left = f32[8,64,32]{2,1,0} constant(0)",
+        "  %right = f32[8,32,16]{2,1,0} constant(0)",
+        "  %out = f32[8,64,16]{2,1,0} convolution(%left, %right), "
+        "window={size=8 stride=7 lhs_dilate=8}, dim_labels=0bf_0io->0bf",
     )
+    module = Module(program(*lines))
+    flops = Schedule(module).flops([module.instructions["out"]])
+    assert flops == 2 * 8 * 64 * 32 * 16
