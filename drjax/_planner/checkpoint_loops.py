@@ -27,6 +27,7 @@ edges: a scan is rewritten if one scan reads its stacks backward: in a gradient 
 gradient there may be more. What scans take step by step is copied where it is split.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ from jax import lax
 from drjax import _compat
 from drjax._compat.types import Eqn, Var
 from drjax._jaxprs.walk import live_equations, split_scan, variables
+from drjax._partition import Partition
 from drjax._planner.inline import InlinedJaxpr
 from drjax._planner.partitioning.environment import Environment
 from drjax._planner.scans import ScanEquation, replace_scans, step_axes
@@ -48,9 +50,11 @@ def checkpoint_rounds(kinds: Environment) -> InlinedJaxpr | None:
     None if there is no scan to rewrite.
     """
     program, pairs, taken = kinds.program, list[_Pair](), set[int]()
+    devices = _devices_in_context(kinds.partition)
+    part = lambda v: 1 / devices if kinds[v].partitioned else 1
     for eqn in program.eqns:
         if eqn.primitive.name == "scan" and kinds.is_loop(eqn) and not eqn.effects:
-            pair = _Pair(program, ScanEquation(program, eqn))
+            pair = _Pair(program, ScanEquation(program, eqn), part)
             own = set(map(id, pair.eqns))
             if pair.segment and taken.isdisjoint(own):
                 pairs.append(pair)
@@ -63,8 +67,17 @@ def checkpoint_rounds(kinds: Environment) -> InlinedJaxpr | None:
     return replace_scans(program, replaced) if replaced else None
 
 
+def _devices_in_context(partition: Partition | None) -> int:
+    """Over how many devices the mesh in context divides the groups; without one, 1."""
+    axes = () if partition is None else partition.mesh_axes
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return math.prod(sizes.get(axis, 1) for axis in axes)
+
+
 class _Pair:
     """A forward scan, and the backward scan that alone reads some of its stacks.
+
+    `part` says which part of the bytes of a variable of the program a device has.
 
     Attributes:
       backward: The backward scan; None: there is none, or several.
@@ -72,7 +85,12 @@ class _Pair:
       eqns: The equations of both.
     """
 
-    def __init__(self, program: InlinedJaxpr, forward: ScanEquation):
+    def __init__(
+        self,
+        program: InlinedJaxpr,
+        forward: ScanEquation,
+        part: Callable[[Var], float] = lambda _: 1,
+    ):
         self.program, self.forward, self.backward = program, forward, None
         self.segment, self.length = 0, forward.eqn.params["length"]
         self.eqns: list[Eqn] = []
@@ -94,11 +112,14 @@ class _Pair:
         self._again = [y for y in stacks if y in taken]
         roots = [stacks[y] for y in self._again]
         self._eqns, self._needed = _needed_for(roots, forward)
-        saved = bytes_of(forward.body_carry[i] for i in self._needed)
-        stacked = bytes_of({stacks[y] for y in self._residuals})
+        size = lambda outer, v: part(outer) * bytes_of([v])
+        ends = forward.eqn.outvars
+        saved = sum(size(ends[i], forward.body_carry[i]) for i in self._needed)
+        each = {stacks[y]: y for y in self._residuals}
+        stacked = sum(size(y, v) for v, y in each.items())
         xs = [x for x in (*forward.xs, *self.backward.xs) if x not in stacks]
         ys = [y for y in forward.ys if y not in self._residuals]
-        moved = bytes_of({*xs, *ys, *self.backward.ys})
+        moved = sum(size(v, v) for v in {*xs, *ys, *self.backward.ys})
         self.segment = _rounds_of_segment(self.length, saved, stacked, moved)
 
     def _is_backward(self, eqn: Eqn) -> bool:

@@ -194,6 +194,27 @@ def test_the_number_of_rounds(saved, stacked, moved, rounds, monkeypatch):
 
 
 @pytest.mark.once
+def test_a_segment_has_rounds_by_the_bytes_of_a_device(monkeypatch):
+    monkeypatch.undo()
+    asked = []
+
+    def choose(*args):
+        asked.append(args)
+        return 0
+
+    monkeypatch.setattr(checkpoint_loops, "_rounds_of_segment", choose)
+    run = drjax.jit(jax.grad(carried), checkpoints="sqrt")
+    for devices in (1, 2, 4):
+        with jax.set_mesh(make_mesh({"clients": devices})):
+            run.lower(*ARGS)
+    model, state = W.nbytes, S.nbytes
+    assert [saved - model for _, saved, _, _ in asked] == [state, state / 2, state / 4]
+    assert [stacked for _, _, stacked, _ in asked] == [
+        asked[0][2] / devices for devices in (1, 2, 4)
+    ]
+
+
+@pytest.mark.once
 def test_memory_grows_with_the_square_root(monkeypatch):
     monkeypatch.undo()
 
