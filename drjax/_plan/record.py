@@ -149,7 +149,7 @@ def _tuple_of(parts: tuple[Any, ...]) -> Converter:
     def convert(x: object) -> tuple:
         if not isinstance(x, tuple):
             raise TypeError
-        if all(type(item) is exact for item in x):  # nothing to convert, as mostly
+        if {*map(type, x)} <= {exact}:  # nothing to convert, as mostly
             return x
         new = of_items(x)
         # The same object, if it may be: large tuples are shared.
