@@ -13,7 +13,6 @@ as often as it runs. Times are medians of interleaved runs, relative to the hand
 code, with their quartiles. With `--out` the table goes to `chosen-jax-VERSION.md`.
 """
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -269,12 +268,7 @@ def markdown(rows: list[dict]) -> str:
     """The table of `measure`, with what it was measured on."""
     body = []
     for ours, written in zip(rows[::2], rows[1::2], strict=True):
-        pairs = zip(ours["seconds"], written["seconds"], strict=True)
-        ratios = [a / b for a, b in pairs]
-        low, middle, high = (
-            statistics.quantiles(ratios) if len(ratios) > 1 else ratios * 3
-        )
-        times = f"{middle:.2f} ({low:.2f} to {high:.2f})"
+        times = report.compared(ours["seconds"], written["seconds"])
         for row in (ours, written):
             size = f"{row['n']}"
             cells = [row["task"], size, row["how"], f"{row['passes']:.3f}"]

@@ -8,13 +8,13 @@ Each task is written with drjax (run by `jax.jit` and by `drjax.jit`), hand-writ
 `jax.shard_map`, and in plain `jax.numpy`, of which the compiler makes the collectives
 (GSPMD). On 8 devices of the CPU: bytes that one device sends in collectives, and
 temporary memory, both of which do not depend on the machine; and run time as a ratio to
-the hand-written code, in interleaved rounds. With `--out` the table goes to
-`combinations-jax-VERSION.md`. With `--tpu` (which needs libtpu, and no TPU) the counts
-are the TPU compiler's, and nothing runs: `combinations-tpu-jax-VERSION.md`.
+the hand-written code, which is measured twice, in interleaved rounds. With `--out` the
+table goes to `combinations-jax-VERSION.md`. With `--tpu` (which needs libtpu, and no
+TPU) the counts are the TPU compiler's, and nothing runs:
+`combinations-tpu-jax-VERSION.md`.
 """
 
 import functools
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,8 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import drjax
-from benchmarks import counts
+from benchmarks import counts, moves
+from benchmarks.report import spread
 from drjax.compiled import Report
 
 N, DEVICES = 32, 8
@@ -56,17 +57,13 @@ def _reverse(x):
     return lax.ppermute(x[::-1], _AXIS, [(i, DEVICES - 1 - i) for i in range(DEVICES)])
 
 
-def _take(x):
-    first = lax.axis_index(_AXIS) * _K
-    position = _traced_index() - first
-    own = ((position >= 0) & (position < _K))[:, None]
-    slices = jnp.where(own, x[position.clip(0, _K - 1)], 0)
-    return lax.psum_scatter(slices, _AXIS, tiled=True)
-
-
 def _traced_index():
     """An index of groups that the compiler does not know."""
     return (jnp.arange(N) * 7 + lax.optimization_barrier(jnp.int32(3))) % N
+
+
+def _by_index(fn: Callable) -> Callable:
+    return _sharded(lambda x: fn(x, _traced_index()), P(_AXIS), False)
 
 
 def _columns(fn: Callable, x, gathered: bool = True):
@@ -81,9 +78,10 @@ def _logsumexp(x):
     return largest + jnp.log(lax.psum(jnp.exp(x - largest[None]).sum(0), _AXIS))
 
 
-def _add_exponentials(a, b):
-    """The logsumexp of two sets of numbers from those of each."""
-    return jnp.logaddexp(a, b)
+def _logsumexp_of_groups(x):
+    largest = drjax.reduce_max(x)
+    terms = drjax.map_fn(lambda x, m: jnp.exp(x - m), (x, drjax.broadcast(largest)))
+    return largest + jnp.log(drjax.reduce_sum(terms))
 
 
 def _fold_by_columns(x):
@@ -121,17 +119,12 @@ def _product_of_groups(x):
     return drjax.reduce(jnp.matmul, drjax.map_fn(_matrices, x), neutral)
 
 
-def _put(x):
-    slices = jnp.zeros((N, x.shape[1])).at[_own(_traced_index())].add(x)
-    return lax.psum_scatter(slices, _AXIS, tiled=True)
-
-
 def _own(index):
     """The part of an index `[n]` that is for the groups of the device."""
     return lax.dynamic_slice_in_dim(index, lax.axis_index(_AXIS) * _K, _K)
 
 
-def _largest(x):
+def largest(x):
     """The maximum over the devices, NaN if there is one.
 
     `lax.pmax` of floats loses NaNs on CPUs (`benchmarks.refused`), and of integers in
@@ -145,14 +138,14 @@ def _largest(x):
 
 def _argmax(x):
     group = lax.axis_index(_AXIS) * _K + jnp.arange(_K)
-    attains = (x == _largest(x.max(0))[None]) | jnp.isnan(x)
+    attains = (x == largest(x.max(0))[None]) | jnp.isnan(x)
     attained = jnp.where(attains, group[:, None], N)
     return lax.pmin(attained.min(0), _AXIS)
 
 
 @jax.custom_vjp
 def _maximum(x):
-    return _largest(x.max(0))
+    return largest(x.max(0))
 
 
 def _maximum_and_residuals(x):
@@ -171,7 +164,7 @@ _maximum.defvjp(_maximum_and_residuals, _maximum_transposed)
 
 
 def _largest_of_segments(x):
-    return _largest(jax.ops.segment_max(x, _own(_by_many()), _MANY))
+    return largest(jax.ops.segment_max(x, _own(_by_many()), _MANY))
 
 
 def _scores(largest: jax.Array) -> jax.Array:
@@ -255,7 +248,7 @@ TASKS: dict[str, tuple[Callable, Callable, Callable]] = {
     ),
     "take, traced index": (
         lambda x: drjax.take(x, _traced_index()),
-        _sharded(_take, P(_AXIS)),
+        _by_index(moves.take_by_sum),
         lambda x: _constrained(x[_traced_index()], P(_AXIS)),
     ),
     "median": (
@@ -278,12 +271,12 @@ TASKS: dict[str, tuple[Callable, Callable, Callable]] = {
         _gram,
     ),
     "logsumexp": (
-        lambda x: drjax.reduce(_add_exponentials, x, -jnp.inf),
+        _logsumexp_of_groups,
         _sharded(_logsumexp, P()),
         lambda x: jax.nn.logsumexp(x, axis=0),
     ),
     "fold by logaddexp": (
-        lambda x: drjax.reduce(_add_exponentials, x, -jnp.inf),
+        lambda x: drjax.reduce(jnp.logaddexp, x, -jnp.inf),
         _sharded(_fold_by_columns, P(), False),
         lambda x: jnp.logaddexp.reduce(x, axis=0),
     ),
@@ -299,7 +292,7 @@ TASKS: dict[str, tuple[Callable, Callable, Callable]] = {
     ),
     "put, traced index": (
         lambda x: drjax.put(x, _traced_index(), add=True),
-        _sharded(_put, P(_AXIS)),
+        _by_index(moves.put_by_sum),
         lambda x: _constrained(jnp.zeros_like(x).at[_traced_index()].add(x), P(_AXIS)),
     ),
     "group of the maximum": (
@@ -364,6 +357,12 @@ TASKS: dict[str, tuple[Callable, Callable, Callable]] = {
         _sharded(_moved_to_columns, P(None, _AXIS)),
         lambda x: _constrained(x, P(None, _AXIS)),
     ),
+}
+
+# What is hand-written for TPUs: the compiler for CPUs has no ragged all-to-all.
+ON_TPU = {
+    "take, traced index": _by_index(moves.take_ragged),
+    "put, traced index": _by_index(moves.put_ragged),
 }
 
 
@@ -442,7 +441,7 @@ def measure(numbers: int, rounds: int, show_progress: bool = True) -> list[dict]
     Returns:
       A dict for each task and implementation: `task`, `implementation`, `bytes` (a
       dict from kinds of collectives to bytes that one device sends), `temp` in
-      bytes, and `time`, the median ratio to the hand-written code.
+      bytes, and `time`, the ratios to the hand-written code, `[rounds]`.
     """
     rows: list[dict] = []
     values = np.random.RandomState(0).randn(N, numbers).astype(np.float32)
@@ -477,22 +476,23 @@ def _measure_task(
         np.testing.assert_allclose(
             result, results[PLAIN], rtol=0, atol=tolerance, err_msg=f"{task}, {name}"
         )
-    seconds: dict[str, list[float]] = {k: [] for k in compiled}
-    for _ in range(rounds):
-        for name, run in compiled.items():
+    runs = [*compiled.items(), ("", compiled[BASELINE])]
+    seconds: dict[str, list[float]] = {k: [] for k, _ in runs}
+    for i in range(rounds):
+        first = i % len(runs)  # the first one may find colder caches
+        for name, run in runs[first:] + runs[:first]:
             begin = time.perf_counter()
             jax.block_until_ready(run(x))
             seconds[name].append(time.perf_counter() - begin)
-    ratio = lambda k: statistics.median(
-        a / b for a, b in zip(seconds[k], seconds[BASELINE], strict=True)
-    )
     return [
         {
             "task": task,
             "implementation": name,
             "bytes": counts.bytes_by_kind(sent[name]),
             "temp": sent[name].temp_bytes,
-            "time": ratio(name),
+            "time": np.divide(
+                seconds[name], seconds["" if name == BASELINE else BASELINE]
+            ),
         }
         for name in compiled
     ]
@@ -527,7 +527,10 @@ def count_on_tpu(topology: str, numbers: int) -> list[dict]:
     rows = []
     with jax.set_mesh(mesh):
         for task, versions in tqdm(TASKS.items()):
-            for name, fn in _functions(task, versions, _program).items():
+            functions = _functions(task, versions, _program)
+            if task in ON_TPU:
+                functions[BASELINE] = jax.jit(ON_TPU[task])
+            for name, fn in functions.items():
                 compiled: Any = jax.jit(fn).lower(x).compile()
                 report = Report.of(compiled)
                 rows.append(
@@ -550,11 +553,12 @@ def markdown(rows: list[dict], numbers: int) -> str:
         if timed
         else f"compiled for {DEVICES} TPU chips"
     )
-    last = (
-        "time is relative to the hand-written `shard_map`."
-        if timed
-        else "nothing was run."
-    )
+    last = "nothing was run."
+    if timed:
+        last = (
+            "time is relative to the hand-written `shard_map`, itself measured twice: "
+            f"the median and the quartiles of {len(rows[0]['time'])} rounds in turn."
+        )
     lines = [
         f"JAX {jax.__version__}, {what}, n = {N} groups of {numbers:,} float32 "
         f"numbers. Bytes are those that one device sends; {last}",
@@ -565,7 +569,7 @@ def markdown(rows: list[dict], numbers: int) -> str:
     ]
     for row in rows:
         task = row["task"] if row["implementation"] == OURS else ""
-        cost = f"{row['time']:.2f}" if timed else f"{row['flops']:,.0f}"
+        cost = spread(row["time"]) if timed else f"{row['flops']:,.0f}"
         lines.append(
             f"| {task} | {row['implementation']} | {counts.as_text(row['bytes'])} | "
             f"{row['temp']:,} | {cost} |"

@@ -42,9 +42,8 @@ from benchmarks.measured import (
     Received,
     Serialized,
     seconds_of,
-    spread,
 )
-from benchmarks.report import Goal
+from benchmarks.report import Goal, spread
 from benchmarks.worker import hello
 from drjax.backends import Retry
 from drjax.backends import ray as backend

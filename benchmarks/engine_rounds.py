@@ -25,8 +25,8 @@ import numpy as np
 import drjax
 from benchmarks import report, run
 from benchmarks.engines import reduced
-from benchmarks.measured import HAND_WRITTEN, Own, Received, seconds_of, spread
-from benchmarks.report import Goal
+from benchmarks.measured import HAND_WRITTEN, Own, Received, seconds_of
+from benchmarks.report import Goal, spread
 from benchmarks.worker import hello
 from drjax.backends import ray as backend
 

@@ -464,16 +464,14 @@ def markdown(results: Sequence[tuple[Row, list[tuple[float, float]]]]) -> str:
     rounds = len(results[0][1])
     body = []
     for row, pairs in results:
-        ours, other = map(statistics.median, zip(*pairs, strict=True))
-        ratios = [a / b for a, b in pairs]
-        low, middle, high = statistics.quantiles(ratios) if rounds > 1 else ratios * 3
+        ours, other = zip(*pairs, strict=True)
         body.append(
             [
                 row.name,
                 f"{row.ours} / {row.other}",
-                f"{1e3 * ours:,.0f}",
-                f"{1e3 * other:,.0f}",
-                f"{middle:.2f} ({low:.2f} to {high:.2f})",
+                f"{1e3 * statistics.median(ours):,.0f}",
+                f"{1e3 * statistics.median(other):,.0f}",
+                report.compared(ours, other),
                 f"{row.limit:g}",
             ]
         )

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import jax
-import numpy as np
 
 from drjax.engines.core.messages import BlockResult
 
@@ -111,9 +110,3 @@ class Own(Watched):
                 continue
             own = [x.split()[1] for x in lines if x.startswith("Anonymous:")]
             self.peak = max(self.peak, 1024 * sum(map(int, own)))
-
-
-def spread(values: np.ndarray, digits: int = 2) -> str:
-    """The median and the quartiles."""
-    low, middle, high = (f"{x:.{digits}f}" for x in np.percentile(values, [25, 50, 75]))
-    return f"{middle} ({low} to {high})"

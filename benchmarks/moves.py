@@ -8,10 +8,10 @@ Each task is written with drjax (run by `jax.jit` and by `drjax.jit`), and hand-
 in a `jax.shard_map`: rings of `ppermute`; one all-to-all padded to the most slices that
 a pair of devices exchanges, with tables made by NumPy; and of an index that is data, on
 CPU a reduce-scatter, on TPUs a ragged all-to-all. For 8 devices: CPU-seconds to lower
-and to compile, bytes that one device sends, and temporary memory. Nothing is timed but
-the compiler; on CPU, results are compared. With `--out` the table goes to
-`moves-jax-VERSION.md`, or with `--tpu` (which needs libtpu, and no TPU) to
-`moves-tpu-jax-VERSION.md`.
+and to compile, of turns with cold caches, bytes that one device sends, and temporary
+memory. Nothing is timed but the compiler; on CPU, results are compared. With `--out`
+the table goes to `moves-jax-VERSION.md`, or with `--tpu` (which needs libtpu, and no
+TPU) to `moves-tpu-jax-VERSION.md`.
 """
 
 import functools
@@ -29,9 +29,10 @@ from tqdm import tqdm
 
 import drjax
 from benchmarks import counts
+from benchmarks.report import spread
 from drjax.compiled import Report
 
-SIZES, DEVICES = (2048, 100_000, 1_000_000), 8
+SIZES, DEVICES, TURNS = (2048, 100_000, 1_000_000), 8, 5
 # Of each group. On TPUs a ragged all-to-all pads the slices of a device to 512 bytes.
 NUMBERS, NUMBERS_ON_TPU = 4, 256
 OURS, PLANNED, BASELINE = "drjax", "drjax.jit", "shard_map"
@@ -67,7 +68,7 @@ def _padded(index: np.ndarray, n: int) -> Callable:
     return lambda x, _: run(x, sent, position)
 
 
-def _take_by_sum(x, index):
+def take_by_sum(x, index):
     k = x.shape[0]
     position = index - lax.axis_index(_AXIS) * k
     own = ((position >= 0) & (position < k))[:, None]
@@ -75,7 +76,7 @@ def _take_by_sum(x, index):
     return lax.psum_scatter(slices, _AXIS, tiled=True)
 
 
-def _put_by_sum(x, index):
+def put_by_sum(x, index):
     k = x.shape[0]
     own = lax.dynamic_slice_in_dim(index, lax.axis_index(_AXIS) * k, k)
     slices = jnp.zeros((k * DEVICES, x.shape[1]), x.dtype).at[own].add(x)
@@ -90,7 +91,7 @@ def _ragged(x, count: int, sizes, targets, received):
     )
 
 
-def _take_ragged(x, index):
+def take_ragged(x, index):
     k, device = x.shape[0], lax.axis_index(_AXIS)
     owner = (index // k).reshape(DEVICES, k)
     order = jnp.argsort(owner.ravel() != device, stable=True)
@@ -105,7 +106,7 @@ def _take_ragged(x, index):
     return received[jnp.argsort(jnp.argsort(owner[device], stable=True))]
 
 
-def _put_ragged(x, index):
+def put_ragged(x, index):
     k, device = x.shape[0], lax.axis_index(_AXIS)
     owner = (index // k).reshape(DEVICES, k)
     earlier = jnp.where(jnp.arange(DEVICES)[:, None] < device, owner, DEVICES)
@@ -132,7 +133,7 @@ def tasks(n: int, on_tpu: bool) -> dict[str, tuple[Callable, Callable]]:
     permutation, repeated = draw.permutation(n), draw.randint(0, n, n)
     ring = lambda k: _sharded(lambda x, _: _ring(x, k), in_specs=(P(_AXIS), P()))
     by_data = lambda fn: _sharded(fn, in_specs=(P(_AXIS), P()), check_vma=False)
-    take, put = (_take_ragged, _put_ragged) if on_tpu else (_take_by_sum, _put_by_sum)
+    take, put = (take_ragged, put_ragged) if on_tpu else (take_by_sum, put_by_sum)
     squares = lambda fn: jax.grad(lambda x, i: jnp.sum(fn(x, i) ** 2))
     program = drjax.program(clients=n)
     known = lambda x, _: drjax.take(x, repeated)
@@ -162,30 +163,36 @@ def tasks(n: int, on_tpu: bool) -> dict[str, tuple[Callable, Callable]]:
     }
 
 
-def measure(sizes: tuple[int, ...], topology: str | None = None) -> Iterator[dict]:
+def measure(
+    sizes: tuple[int, ...], topology: str | None = None, turns: int = TURNS
+) -> Iterator[dict]:
     """All counts.
 
     Args:
       sizes: Numbers of groups, multiples of `DEVICES`.
       topology: `DEVICES` TPU chips, such as "v5e:2x4", that need not be there; None:
         devices of the CPU.
+      turns: How often each is lowered and compiled.
 
     Yields:
       A dict for each size, task and implementation: `n`, `task`, `implementation`,
-      `lower` and `compile` in CPU-seconds, `bytes` (a dict from kinds of collectives to
-      bytes that one device sends), and `temp` in bytes.
+      `lower` and `compile` in CPU-seconds, `[turns]`, `bytes` (a dict from kinds of
+      collectives to bytes that one device sends), and `temp` in bytes.
     """
     mesh = counts.mesh_of(_AXIS, DEVICES, topology)
     for n in sizes:
         with jax.set_mesh(mesh):
             for task, (ours, baseline) in tqdm(tasks(n, bool(topology)).items()):
-                yield from _measure_task(task, ours, baseline, mesh, n, not topology)
+                yield from _measure_task(
+                    task, (ours, baseline), mesh, n, not topology, turns
+                )
 
 
 def _measure_task(
-    task: str, ours: Callable, baseline: Callable, mesh: Any, n: int, runs: bool
+    task: str, versions: tuple, mesh: Any, n: int, runs: bool, turns: int
 ) -> Iterator[dict]:
     """The measurements of one task; see `measure`."""
+    ours, baseline = versions
     draw = np.random.RandomState(1)
     args = (
         draw.randn(n, NUMBERS if runs else NUMBERS_ON_TPU).astype(np.float32),
@@ -196,32 +203,37 @@ def _measure_task(
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
         for x, spec in zip(args, specs, strict=True)
     ]
-    functions = {
-        OURS: jax.jit(ours),
-        PLANNED: drjax.jit(ours),
-        BASELINE: jax.jit(baseline),
+    functions: dict[str, Callable] = {
+        OURS: lambda: jax.jit(ours),
+        PLANNED: lambda: jax.jit(drjax.jit(ours)),
+        BASELINE: lambda: jax.jit(baseline),
     }
-    results = []
-    for name, fn in functions.items():
-        times = [time.process_time()]
-        lowered: Any = jax.jit(fn).lower(*shapes)
-        times.append(time.process_time())
-        compiled = lowered.compile()
-        times.append(time.process_time())
-        report = Report.of(compiled)
-        if runs:
-            placed = (
-                jax.device_put(x, NamedSharding(mesh, spec))
-                for x, spec in zip(args, specs, strict=True)
-            )
-            results.append(np.asarray(compiled(*placed)))
-            np.testing.assert_allclose(results[-1], results[0], rtol=1e-4, atol=1e-4)
+    seconds: dict[str, list[tuple[float, float]]] = {k: [] for k in functions}
+    last: dict[str, Any] = {}
+    for _ in range(turns):
+        for name, fn in functions.items():
+            jax.clear_caches()
+            begin = time.process_time()
+            lowered: Any = fn().lower(*shapes)
+            middle = time.process_time()
+            last[name] = lowered.compile()
+            seconds[name].append((middle - begin, time.process_time() - middle))
+    if runs:
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, spec))
+            for x, spec in zip(args, specs, strict=True)
+        ]
+        first, *others = (np.asarray(compiled(*placed)) for compiled in last.values())
+        for other in others:
+            np.testing.assert_allclose(other, first, rtol=1e-4, atol=1e-4)
+    for name, compiled in last.items():
+        report, times = Report.of(compiled), np.transpose(seconds[name])
         yield {
             "n": n,
             "task": task,
             "implementation": name,
-            "lower": times[1] - times[0],
-            "compile": times[2] - times[1],
+            "lower": times[0],
+            "compile": times[1],
             "bytes": counts.bytes_by_kind(report),
             "temp": report.temp_bytes,
         }
@@ -231,7 +243,8 @@ def markdown(rows: list[dict], where: str) -> str:
     """The table of `measure`, with what it was compiled for."""
     lines = [
         f"JAX {jax.__version__}, {where}. Bytes are those that one device sends; the "
-        "last column is CPU-seconds to lower and to compile.",
+        "last column is CPU-seconds to lower and to compile, the medians and the "
+        "quartiles of turns.",
         "",
         "| task | n | written with | bytes sent | temporary bytes | seconds |",
         "|---|---:|---|---|---:|---:|",
@@ -242,7 +255,7 @@ def markdown(rows: list[dict], where: str) -> str:
         sent = counts.as_text(row["bytes"])
         lines.append(
             f"| {task} | {n} | {row['implementation']} | {sent} | "
-            f"{row['temp']:,} | {row['lower']:.2f} + {row['compile']:.2f} |"
+            f"{row['temp']:,} | {spread(row['lower'])} + {spread(row['compile'])} |"
         )
     return "\n".join(lines) + "\n"
 

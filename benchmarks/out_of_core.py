@@ -9,9 +9,9 @@ one chunk after the other, by `jax.jit` of the gradient of a chunk. Two rounds r
 data: the loss of a mean is not linear.
 
 Groups read are those of a step; one more is for the types of the first group. CPU
-seconds are those of a step that is compiled already. They have the time to make the
-data, but of an array, which exists before. The machine may be shared: compare within a
-run, and only what is far apart.
+seconds are those of a step that is compiled already: the median of five, and quartiles.
+They have the time to make the data, but of an array, which exists before. The machine
+may be shared: compare within a run, and only what is further apart than the quartiles.
 
 A second table is of results of the groups, 256 kB each, which go to a file: by `out=`,
 by a hand-written loop over chunks, or from the array that the program returns.
@@ -39,7 +39,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import drjax
-from benchmarks.report import table
+from benchmarks.report import spread, table
 from drjax.backends import Groups, Parquet
 
 _ROWS, _WIDTH = 1024, 256  # of the data of a group: 1 MB
@@ -47,6 +47,7 @@ _CHUNK = 4  # groups at once
 _SIZES = (64, 512, 2048)  # groups, and MB
 _ARRAY = 512  # more would need several GB
 _KINDS = ("Groups", "hand-written loop", "array")
+_STEPS = 5  # of each process that are timed
 
 
 class Source:
@@ -119,13 +120,16 @@ def measure(kind: str, n: int) -> dict[str, Any]:
     w = jnp.full((_WIDTH, _WIDTH), 0.01)
     whole = data() if kind == "array" else None
     jax.block_until_ready(step(w, data() if whole is None else whole))
-    source.reads, start = 0, time.process_time()
-    out = step(w, data() if whole is None else whole)
-    value, gradient = jax.block_until_ready(out)
+    source.reads, seconds = 0, []
+    for _ in range(_STEPS):
+        start = time.process_time()
+        out = step(w, data() if whole is None else whole)
+        value, gradient = jax.block_until_ready(out)
+        seconds.append(time.process_time() - start)
     return {
         "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        "reads": source.reads,
-        "seconds": time.process_time() - start,
+        "reads": source.reads // _STEPS,
+        "seconds": seconds,
         "value": float(value),
         "norm": float(jnp.linalg.norm(gradient)),
     }
@@ -179,9 +183,11 @@ def measure_results(kind: str, n: int) -> dict[str, Any]:
                     target[i : i + _CHUNK] = np.asarray(of_chunk(w, x))
 
         run()
-        start = time.process_time()
-        run()
-        seconds = time.process_time() - start
+        seconds = []
+        for _ in range(_STEPS):
+            start = time.process_time()
+            run()
+            seconds.append(time.process_time() - start)
         file.seek(0)
         total = 0.0
         while block := file.read(4 * _WIDTH**2):
@@ -206,7 +212,7 @@ def _tiny_loss(w: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def measure_tiny(kind: str, n: int) -> dict[str, Any]:
-    """Run one step for tiny groups in this process: CPU seconds, the least of five."""
+    """Run one step for tiny groups in this process: its CPU seconds."""
     arrow = importlib.import_module("pyarrow")
     files = importlib.import_module("pyarrow.parquet")
     rng = np.random.default_rng(0)
@@ -248,12 +254,12 @@ def measure_tiny(kind: str, n: int) -> dict[str, Any]:
             "hand-written from Parquet": handwritten,
         }
         seconds = []
-        for _ in range(6):  # the first one compiles
+        for _ in range(1 + _STEPS):  # the first one compiles
             start = time.process_time()
             value, gradient = jax.block_until_ready(runs[kind]())
             seconds.append(time.process_time() - start)
     return {
-        "seconds": min(seconds[1:]),
+        "seconds": seconds[1:],
         "value": float(value),
         "norm": float(jnp.linalg.norm(gradient)),
     }
@@ -286,19 +292,19 @@ def main() -> None:
         if kind == "array" and n > _ARRAY:
             continue
         row = _in_process(kind, n)
-        counts = [f"{row['peak']:.0f}", f"{row['reads']:,}", f"{row['seconds']:.1f}"]
+        counts = [f"{row['peak']:.0f}", f"{row['reads']:,}", spread(row["seconds"])]
         rows.append([f"{n} MB", kind, *counts, f"{row['value']:.6f}"])
         print(*rows[-1], sep=", ", flush=True)
     results = []
     for n, kind in itertools.product(_RESULTS, _RESULT_KINDS):
         row = _in_process(kind, n)
-        counts = [f"{row['peak']:.0f}", f"{row['seconds']:.1f}", f"{row['value']:.1f}"]
+        counts = [f"{row['peak']:.0f}", spread(row["seconds"]), f"{row['value']:.1f}"]
         results.append([f"{n // 4} MB", kind, *counts])
         print(*results[-1], sep=", ", flush=True)
     tiny = []
     for kind in _TINY_KINDS:
         row = _in_process(kind, _TINY)
-        tiny.append([kind, f"{row['seconds']:.3f}", f"{row['value']:.6f}"])
+        tiny.append([kind, spread(row["seconds"], 3), f"{row['value']:.6f}"])
         print(*tiny[-1], sep=", ", flush=True)
     text = f"JAX {jax.__version__}, CPU.\n\n{table(columns, rows)}\n"
     columns = ["results", "written by", "peak MB", "CPU seconds", "mean"]

@@ -9,7 +9,6 @@ it loads the plan and lowers what it loaded. All is CPU time with cold caches. W
 """
 
 import os
-import statistics
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,11 +17,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from tqdm import tqdm
 
 import drjax
 from benchmarks import report, run
-from benchmarks.report import Goal, Row
+from benchmarks.report import Goal, Row, spread
 from benchmarks.worker import hello, taken
 from examples import plans
 from examples.common.sinusoid import init
@@ -135,7 +135,7 @@ def markdown(results: dict[str, Any]) -> str:
     body = [
         [
             row["program"],
-            *(f"{1e3 * statistics.median(row[key]):.1f}" for key in keys),
+            *(spread(1e3 * np.array(row[key]), 1) for key in keys),
             f"{row['bytes'] / 1e3:,.1f}",
         ]
         for row in results["rows"]
@@ -152,7 +152,8 @@ def markdown(results: dict[str, Any]) -> str:
     return "\n\n".join(
         [
             f"JAX {who['jax']}, Python {who['python']}, {who['cores']} CPU cores, "
-            f"{results['rounds']} rounds; CPU times with cold caches, medians.",
+            f"{results['rounds']} rounds; CPU times with cold caches, medians "
+            "and quartiles.",
             "## Goals",
             report.goal_table(goals(results)),
             "## Times and sizes",

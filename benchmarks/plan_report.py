@@ -16,6 +16,7 @@ from benchmarks.report import (
     Goal,
     Row,
     cases,
+    compared,
     ratio,
     table,
     worst,
@@ -67,7 +68,7 @@ def goals(results: dict[str, Any]) -> list[Goal]:
             f"run time / faster {HAND_WRITTEN}, same chunk",
             1.05,
             chunked,
-            lambda case: _time_ratio(*case),
+            lambda case: ratio(*_times(*case)),
         ),
         worst(
             f"run time all at once / jax.jit (noise: {noise})",
@@ -79,13 +80,13 @@ def goals(results: dict[str, Any]) -> list[Goal]:
             "plan and lower / trace, and lower by jax.jit: tasks",
             2.0,
             [r for r in results["planning"] if "task" in r],
-            _planning_ratio,
+            lambda row: ratio(*_times_to_plan(row)),
         ),
         worst(
             "plan and lower / trace, and lower by jax.jit: long programs",
             2.0,
             long,
-            _planning_ratio,
+            lambda row: ratio(*_times_to_plan(row)),
         ),
         worst(
             "seconds per equation / those of the shortest program",
@@ -140,14 +141,15 @@ def _collectives_fit(case: dict[str, Row], chunk: str) -> bool:
     return set(ours) == {"all-reduce"} and ours["all-reduce"][0] <= min(counts)
 
 
-def _time_ratio(case: dict[str, Row], chunk: str) -> float:
+def _times(case: dict[str, Row], chunk: str) -> tuple[list[float], list[float]]:
+    """Our times and those of the faster hand-written loop."""
     faster = min(_baselines(case, chunk), key=lambda r: statistics.median(r["run_s"]))
-    return ratio(case[f"drjax.jit, {chunk}"]["run_s"], faster["run_s"])
+    return case[f"drjax.jit, {chunk}"]["run_s"], faster["run_s"]
 
 
-def _planning_ratio(row: Row) -> float:
+def _times_to_plan(row: Row) -> tuple[list[float], list[float]]:
     plain = [a + b for a, b in zip(row["jaxpr_s"], row["plain_s"], strict=True)]
-    return ratio(row["planned_s"], plain)
+    return row["planned_s"], plain
 
 
 def _per_equation(row: Row) -> float:
@@ -171,7 +173,8 @@ def markdown(results: dict[str, Any]) -> str:
     return "\n\n".join(
         [
             f"JAX {who['jax']}, Python {who['python']}, {who['cores']} CPU cores, "
-            f"{results['rounds']} interleaved rounds; times are medians.",
+            f"{results['rounds']} interleaved rounds; times are medians, ratios with "
+            "their quartiles.",
             "## Goals",
             report.goal_table(goals(results)),
             "Few groups are 8 on each device: one group on a device needs no loop and "
@@ -255,12 +258,11 @@ def _time_cells(row: Row, rows: list[Row]) -> list[str]:
     chunk = name.rpartition(", ")[2]
     to_baseline = ""
     if name.startswith("drjax.jit"):
-        against = (
-            _time_ratio(case, chunk)
+        to_baseline = (
+            compared(*_times(case, chunk))
             if chunk in CHUNKS
-            else ratio(row["run_s"], case[BASELINE]["run_s"])
+            else compared(row["run_s"], case[BASELINE]["run_s"])
         )
-        to_baseline = f"{against:.2f}"
     result = ", ".join(
         f"{count} {kind} ({size / 1e3:.1f} kB)"
         for kind, (count, size) in row["collectives"].items()
@@ -271,7 +273,7 @@ def _time_cells(row: Row, rows: list[Row]) -> list[str]:
         _named(row),
         _milliseconds(row["run_s"]),
         to_baseline,
-        f"{ratio(row['run_s'], case[PLAIN]['run_s']):.2f}",
+        compared(row["run_s"], case[PLAIN]["run_s"]),
         result or "none",
     ]
 
@@ -289,7 +291,7 @@ _PLAN_HEADER = [
 
 def _plan_cells(row: Row, results: dict[str, Any]) -> list[str]:
     times = [_milliseconds(row[key]) for key in ("jaxpr_s", "plain_s", "planned_s")]
-    times.append(f"{_planning_ratio(row):.2f}")
+    times.append(compared(*_times_to_plan(row)))
     if "task" in row:
         chunk = "all" if row["chunk"] is None else str(row["chunk"])
         return [f"{row['task']}, {chunk}", *times, "", ""]
@@ -318,7 +320,7 @@ def _many_cells(row: Row, rows: list[Row]) -> list[str]:
         f"{temp / 1e6:.3f}",
         f"{temp / data:.3f}",
         _milliseconds(row["run_s"]),
-        f"{ratio(row['run_s'], plain['run_s']):.2f}",
+        compared(row["run_s"], plain["run_s"]),
     ]
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 OURS, BASELINE = "drjax", "shard_map, vmap"
 HAND_WRITTEN = "hand-written shard_map"  # what tables call it
 AGAIN = " (again)"  # added to a name: the same program, to see how noisy times are
@@ -21,8 +23,18 @@ Goal = tuple[str, str, str, bool]  # what, its limit, what was measured, whether
 
 def ratio(ours: Sequence[float], reference: Sequence[float]) -> float:
     """Median over the rounds of ours / reference."""
-    pairs = zip(ours, reference, strict=True)
-    return statistics.median(a / b for a, b in pairs)
+    return float(np.median(np.divide(ours, reference)))
+
+
+def spread(values: np.ndarray | Sequence[float], digits: int = 2) -> str:
+    """The median and the quartiles."""
+    low, middle, high = (f"{x:.{digits}f}" for x in np.percentile(values, [25, 50, 75]))
+    return f"{middle} ({low} to {high})"
+
+
+def compared(ours: Sequence[float], reference: Sequence[float]) -> str:
+    """The same, with the quartiles."""
+    return spread(np.divide(ours, reference))
 
 
 def cases(rows: list[Row]) -> list[dict[str, Row]]:
@@ -185,7 +197,8 @@ def markdown(results: dict[str, Any], everything: bool) -> str:
     return "\n".join(
         [
             f"JAX {who['jax']}, Python {who['python']}, {who['cores']} CPU cores, "
-            f"{results['rounds']} interleaved rounds; times are medians.",
+            f"{results['rounds']} interleaved rounds; times are medians, ratios with "
+            "their quartiles.",
             "",
             _cases_table(rows, results["rows"], everything),
             "",
@@ -278,7 +291,7 @@ def _cells(row: Row, rows: list[Row]) -> list[str]:
         median("lower_s"),
         median("compile_s"),
         f"{1e3 * statistics.median(row['run_s']):.2f}",
-        f"{ratio(row['run_s'], baseline['run_s']):.2f}",
+        compared(row["run_s"], baseline["run_s"]),
         f"{row['temp_bytes'] / 1e3:.1f}",
         f"{row['flops'] / 1e6:.2f}",
         result or "none",

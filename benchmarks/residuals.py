@@ -1,7 +1,8 @@
 """Count what gradients through rounds compute and keep, against hand-written loops.
 
-    python -m benchmarks.residuals             # gradients through 1 to 64 rounds
-    python -m benchmarks.residuals --quick     # 1, 2 and 16 rounds
+    python -m benchmarks.residuals               # gradients through 1 to 64 rounds
+    python -m benchmarks.residuals --quick       # 1, 2 and 16 rounds
+    python -m benchmarks.residuals --tpu v5e:2x4 # what the compiler for TPUs says
 
 Each task is compiled, and nothing runs: the floating-point operations of matrix
 products, times how often their loops run, in units of one forward pass of all groups
@@ -37,7 +38,9 @@ from drjax.compiled import Report
 from drjax.compiled.hlo import Module
 from drjax.compiled.schedule import Schedule
 
-DEVICES, WIDTH, STEPS, BATCH = 8, 64, 4, 16
+DEVICES, STEPS, BATCH = 8, 4, 16
+# Of the model. What is smaller stays in the core of a TPU, whose memory is not counted.
+WIDTH, WIDTH_ON_TPU = 64, 2048
 ALL, CHECKPOINTED = "shard_map, all", "shard_map, 1"
 OURS_ALL, OURS = "drjax.jit, all", "drjax.jit, 1"
 _AXIS = "clients"
@@ -61,7 +64,7 @@ def matrix_operations(
 # The work of one group in one round
 
 
-def _descend_with_momentum(
+def descend_with_momentum(
     params: Params, state: Params, x: jax.Array
 ) -> tuple[Params, Params]:
     """The same, with a momentum that the group keeps for its next round."""
@@ -255,11 +258,11 @@ TASKS = {
     "a scan over rounds": Task(_scanned),
     "scans over rounds in a scan": Task(_nested),
     "straight-line rounds, states in the groups": Task(
-        _straight, _descend_with_momentum
+        _straight, descend_with_momentum
     ),
-    "a scan over rounds, states in the groups": Task(_scanned, _descend_with_momentum),
+    "a scan over rounds, states in the groups": Task(_scanned, descend_with_momentum),
     "scans over rounds in a scan, states in the groups": Task(
-        _nested, _descend_with_momentum
+        _nested, descend_with_momentum
     ),
     "straight-line rounds, linear states in the groups": Task(
         _straight, _momentum_of_rounds
@@ -276,7 +279,7 @@ BRANCHES = {
     "rounds in branches": Task(_straight_branches),
     "a scan over rounds in branches": Task(_scanned_branches),
     "a scan over rounds in branches, states in the groups": Task(
-        _scanned_branches, _descend_with_momentum
+        _scanned_branches, descend_with_momentum
     ),
 }
 # With checkpoints of some rounds.
@@ -327,17 +330,19 @@ def _segmented_implementations(
     }
 
 
-def _types(mesh: jax.sharding.Mesh, n: int, with_state: bool) -> tuple:
+def _types(
+    mesh: jax.sharding.Mesh, n: int, with_state: bool, width: int = WIDTH
+) -> tuple:
     def array(*shape: int, spec: P = _WHOLE) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(mesh, spec)
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
 
     names, groups = ("in", "out"), P(_AXIS)
-    params = {name: array(WIDTH, WIDTH) for name in names}
+    params = {name: array(width, width) for name in names}
     kept = names if with_state else ()
-    state = {name: array(n, WIDTH, WIDTH, spec=groups) for name in kept}
-    data = array(n, STEPS, BATCH, WIDTH, spec=groups)
-    return params, state, data, array(BATCH, WIDTH)
+    state = {name: array(n, width, width, spec=groups) for name in kept}
+    data = array(n, STEPS, BATCH, width, spec=groups)
+    return params, state, data, array(BATCH, width)
 
 
 def measure(
@@ -346,24 +351,27 @@ def measure(
     many: tuple[int, ...] = (),
     show_progress: bool = True,
     only: str | None = None,
+    topology: str | None = None,
 ) -> list[dict]:
     """Compile all tasks, or one, for n groups and for each number of rounds.
 
-    With `many` rounds, checkpoints are of some rounds.
+    With `many` rounds, checkpoints are of some rounds. It is for devices of the CPU, or
+    for the TPU chips of a `topology`, that need not be there.
 
     Returns:
       A dict for each task, number of rounds and implementation: `task`, `rounds`,
       `implementation`, `passes`, the operations in units of one forward pass, `temp` in
       bytes, and `collectives`, how many run.
     """
-    mesh = counts.mesh_of(_AXIS, DEVICES)
+    mesh = counts.mesh_of(_AXIS, DEVICES, topology)
     rows = []
     tasks = [(*item, rounds) for item in (TASKS | BRANCHES).items()]
     tasks += [(*item, many) for item in SEGMENTED.items()]
     tasks = [task for task in tasks if only in (None, task[0])]
     with jax.set_mesh(mesh):
         for name, task, numbers in tqdm(tasks, disable=not show_progress):
-            args = _types(mesh, n, task.with_state)
+            width = WIDTH_ON_TPU if topology else WIDTH
+            args = _types(mesh, n, task.with_state, width)
             forward = jax.jit(_all_at_once(n, task.work))
             one = matrix_operations(forward.lower(*args[:3]).compile())
             for count in numbers:
@@ -383,11 +391,11 @@ def measure(
     return rows
 
 
-def markdown(rows: list[dict], n: int) -> str:
-    """The table of `measure`, with what it was measured on."""
+def markdown(rows: list[dict], n: int, where: str, width: int = WIDTH) -> str:
+    """The table of `measure`, with what it was compiled for."""
     lines = [
-        f"JAX {jax.__version__}, {DEVICES} devices of the CPU, n = {n} groups, each "
-        f"with {STEPS} local steps on a model of {8 * WIDTH**2:,} bytes.",
+        f"JAX {jax.__version__}, {where}, n = {n} groups, each "
+        f"with {STEPS} local steps on a model of {8 * width**2:,} bytes.",
         "",
         "| task | rounds | written with | forward passes | temporary bytes | "
         "collectives |",
@@ -404,11 +412,16 @@ def markdown(rows: list[dict], n: int) -> str:
 
 
 def main() -> None:
-    options = counts.parser(__doc__, "1, 2 and 16 rounds").parse_args()
+    options = counts.parser(__doc__, "1, 2 and 16 rounds", tpu=True).parse_args()
     jax.config.update("jax_num_cpu_devices", DEVICES)
-    n, rounds = 64, (1, 2) if options.quick else (1, 2, 4, 8)
-    rows = measure(n, rounds, (16,) if options.quick else (16, 64))
-    counts.write(markdown(rows, n), options.out, "residuals")
+    few = options.quick or options.tpu
+    n, rounds, many = 64, (1, 2) if few else (1, 2, 4, 8), (16,) if few else (16, 64)
+    rows = measure(n, rounds, many, topology=options.tpu)
+    where, width = f"{DEVICES} devices of the CPU", WIDTH
+    if options.tpu:
+        where, width = f"compiled for {DEVICES} TPU chips", WIDTH_ON_TPU
+    kind = "residuals-tpu" if options.tpu else "residuals"
+    counts.write(markdown(rows, n, where, width), options.out, kind)
 
 
 if __name__ == "__main__":

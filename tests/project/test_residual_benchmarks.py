@@ -65,5 +65,7 @@ def test_checkpoints_of_some_rounds(rounds, task, ours, reference):
 
 def test_the_table():
     both = rows("straight-line rounds", 1), rows("straight-line rounds", 2)
-    table = residuals.markdown([row for each in both for row in each.values()], N)
+    table = residuals.markdown(
+        [row for each in both for row in each.values()], N, "CPU"
+    )
     assert table.count("\n") == 4 + 4 * len(both)
