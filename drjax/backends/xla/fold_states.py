@@ -26,7 +26,7 @@ from jax import lax
 from drjax._compat.types import Array, GlobalArray
 from drjax._jaxprs.eval_jaxpr import as_arrays
 from drjax._plan_file.batches import over_groups
-from drjax._primitives.fold_devices import fold_devices
+from drjax._primitives.fold_devices import fold_devices, is_pointwise
 from drjax._primitives.fold_trees import fold_by_tree
 from drjax._sharding.eval_on_mesh import evaluate_on_mesh
 from drjax._sharding.execute import with_shardings_of
@@ -125,14 +125,24 @@ class RunningFold:
         chunk has no group (`x.real` is false), the value is that of `self`. The result
         is never empty.
         """
-        first = lambda total, new: list(new)
-        both = lambda total, new: with_shardings_of(self.work.combine(total, new), new)
-        # A branch, as a state of zeros may make the user's function loop forever.
-        value = lax.cond(self.empty, first, both, self.value, x.leaves)
+        value = self._combined(x.leaves)
         if x.real is not None:
             pairs = zip(value, self.value, strict=True)
             value = [jnp.where(x.real, new, old) for new, old in pairs]
         return RunningFold(self.work, value, jnp.zeros_like(self.empty))
+
+    def _combined(self, states: States) -> States:
+        """Combine the value so far with the state of a chunk, if it is not empty."""
+        first = lambda total, new: list(new)
+        both = lambda total, new: with_shardings_of(self.work.combine(total, new), new)
+        if not is_pointwise(self.work.fold.combine.jaxpr):
+            # A branch, as a state of zeros may make the user's function loop forever.
+            return lax.cond(self.empty, first, both, self.value, states)
+        # Results of branches have memory of their own, besides that of the value.
+        unless_empty = lambda xs: [
+            jnp.where(self.empty, new, x) for x, new in zip(xs, states, strict=True)
+        ]
+        return unless_empty(both(unless_empty(self.value), states))
 
     def tree_flatten(self) -> tuple[tuple[States, Array], FoldWork]:
         return (self.value, self.empty), self.work
