@@ -124,7 +124,7 @@ def _own(index):
     return lax.dynamic_slice_in_dim(index, lax.axis_index(_AXIS) * _K, _K)
 
 
-def largest(x):
+def _largest(x):
     """The maximum over the devices, NaN if there is one.
 
     `lax.pmax` of floats loses NaNs on CPUs (`benchmarks.refused`), and of integers in
@@ -138,14 +138,14 @@ def largest(x):
 
 def _argmax(x):
     group = lax.axis_index(_AXIS) * _K + jnp.arange(_K)
-    attains = (x == largest(x.max(0))[None]) | jnp.isnan(x)
+    attains = (x == _largest(x.max(0))[None]) | jnp.isnan(x)
     attained = jnp.where(attains, group[:, None], N)
     return lax.pmin(attained.min(0), _AXIS)
 
 
 @jax.custom_vjp
 def _maximum(x):
-    return largest(x.max(0))
+    return _largest(x.max(0))
 
 
 def _maximum_and_residuals(x):
@@ -164,7 +164,7 @@ _maximum.defvjp(_maximum_and_residuals, _maximum_transposed)
 
 
 def _largest_of_segments(x):
-    return largest(jax.ops.segment_max(x, _own(_by_many()), _MANY))
+    return _largest(jax.ops.segment_max(x, _own(_by_many()), _MANY))
 
 
 def _scores(largest: jax.Array) -> jax.Array:

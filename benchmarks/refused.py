@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from benchmarks import residuals
 from benchmarks.counts import mesh_of
 from benchmarks.descent import descend
 from benchmarks.report import table
@@ -182,6 +183,32 @@ def on_tpu(topology: str, fn: Callable) -> tuple[float, int]:
     return operations, compiled.memory_analysis().temp_size_in_bytes
 
 
+def bytes_of_sums(topology: str, by_group: bool, width: int = 2048) -> int:
+    """Temporary ones of a gradient through two rounds, in which states are linear.
+
+    Cotangents of the model are added group by group, as each group has its own copy, or
+    those of all groups first. It is the program of `benchmarks.residuals`.
+    """
+
+    def all_at_once(params: Any, state: Any, x: jax.Array) -> Any:
+        if not by_group:
+            return jax.vmap(work, (None, 0, 0))(params, state, x)
+        every = lambda w: jnp.broadcast_to(w, (x.shape[0], *w.shape))
+        return jax.vmap(work)(jax.tree.map(every, params), state, x)
+
+    def local(params: Any, state: Any, x: jax.Array) -> Any:
+        new, state = all_at_once(params, state, x)
+        return jax.tree.map(lambda w: w.sum(0), new), state
+
+    work = residuals.momentum_of_rounds
+    mesh = mesh_of("clients", _DEVICES, topology)
+    run = jax.jit(residuals.scanned(residuals.written(local, 8 * _DEVICES), 2))
+    with jax.set_mesh(mesh):
+        types = residuals.types(mesh, 8 * _DEVICES, True, width)
+        compiled: Any = run.lower(*types).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
 def slice_of(largest: bool) -> Callable[[jax.Array], jax.Array]:
     """Read one of 4 slices, whose index is one of 4 numbers, or the largest of them."""
 
@@ -211,6 +238,13 @@ def refused_on_tpu(topology: str) -> list[list[str]]:
             nbytes(slice_of(largest=False)),
             nbytes(slice_of(largest=True)),
             "`select`, and an int8 sum of few numbers, have scratch space",
+        ],
+        [
+            "cotangents of a model, added group by group",
+            f"{bytes_of_sums(topology, False):,} bytes",
+            f"{bytes_of_sums(topology, True):,} bytes",
+            "states of the groups are there once more, where all run at once in a scan "
+            "over rounds, and enter the next round linearly",
         ],
         [
             f"the bytes of {4 * _NUMBERS:,} int8 numbers",

@@ -79,7 +79,7 @@ def descend_with_momentum(
     return lax.scan(step, (params, state), x)[0]
 
 
-def _momentum_of_rounds(
+def momentum_of_rounds(
     params: Params, state: Params, x: jax.Array, descend: Callable = descend
 ) -> tuple[Params, Params]:
     """Local steps as one step of a momentum: the new state is linear in the old one."""
@@ -113,7 +113,7 @@ def _varying(tree: Any) -> Any:
     return jax.tree.map(lambda a: lax.pcast(a, _AXIS, to="varying"), tree)
 
 
-def _written(local: Callable, n: int) -> Callable:
+def written(local: Callable, n: int) -> Callable:
     """A round from the sums and states of the groups of one device."""
 
     def on_a_device(params, state, x):
@@ -131,7 +131,7 @@ def _all_at_once(n: int, work: Callable) -> Callable:
         new, state = jax.vmap(work, (None, 0, 0))(params, state, x)
         return jax.tree.map(lambda y: y.sum(0), new), state
 
-    return _written(local, n)
+    return written(local, n)
 
 
 def _one_at_a_time(n: int, work: Callable) -> Callable:
@@ -142,7 +142,7 @@ def _one_at_a_time(n: int, work: Callable) -> Callable:
 
         return lax.scan(step, jax.tree.map(jnp.zeros_like, params), (state, x))
 
-    return _written(local, n)
+    return written(local, n)
 
 
 def _checkpointed(n: int, work: Callable) -> list[Callable]:
@@ -153,7 +153,7 @@ def _checkpointed(n: int, work: Callable) -> list[Callable]:
     """
     work_again = jax.checkpoint(work, prevent_cse=False)
     rounds = [jax.checkpoint(_one_at_a_time(n, work_again))]
-    if work is _momentum_of_rounds:
+    if work is momentum_of_rounds:
         steps = jax.checkpoint(descend, prevent_cse=False)
         rounds.append(_one_at_a_time(n, partial(work, descend=steps)))
     return rounds
@@ -172,7 +172,9 @@ def _straight(one_round: Callable, rounds: int) -> Callable:
     return jax.grad(last_loss)
 
 
-def _scanned(one_round: Callable, rounds: int) -> Callable:
+def scanned(one_round: Callable, rounds: int) -> Callable:
+    """The gradient of the loss after a scan over rounds."""
+
     def last_loss(params, state, x, validation):
         step = lambda carry, _: (one_round(*carry, x), None)
         (params, state), _ = lax.scan(step, (params, state), length=rounds)
@@ -255,23 +257,23 @@ class Task:
 
 TASKS = {
     "straight-line rounds": Task(_straight),
-    "a scan over rounds": Task(_scanned),
+    "a scan over rounds": Task(scanned),
     "scans over rounds in a scan": Task(_nested),
     "straight-line rounds, states in the groups": Task(
         _straight, descend_with_momentum
     ),
-    "a scan over rounds, states in the groups": Task(_scanned, descend_with_momentum),
+    "a scan over rounds, states in the groups": Task(scanned, descend_with_momentum),
     "scans over rounds in a scan, states in the groups": Task(
         _nested, descend_with_momentum
     ),
     "straight-line rounds, linear states in the groups": Task(
-        _straight, _momentum_of_rounds
+        _straight, momentum_of_rounds
     ),
     "a scan over rounds, linear states in the groups": Task(
-        _scanned, _momentum_of_rounds
+        scanned, momentum_of_rounds
     ),
     "scans over rounds in a scan, linear states in the groups": Task(
-        _nested, _momentum_of_rounds
+        _nested, momentum_of_rounds
     ),
 }
 # Where rounds are in branches: all are taken.
@@ -316,7 +318,7 @@ def _segmented_implementations(
     not rematerialized in the rounds of a segment.
     """
     lengths = [2**i for i in range(1, 10) if 2**i < rounds]
-    ours = _scanned(_ours(n, task), rounds)
+    ours = scanned(_ours(n, task), rounds)
     nested = lambda *choices: [
         jax.jit(_segmented(one_round, rounds, length))
         for one_round in choices
@@ -330,9 +332,11 @@ def _segmented_implementations(
     }
 
 
-def _types(
+def types(
     mesh: jax.sharding.Mesh, n: int, with_state: bool, width: int = WIDTH
 ) -> tuple:
+    """Those of the model, of states and data of the groups, and of data to validate."""
+
     def array(*shape: int, spec: P = _WHOLE) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(mesh, spec)
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
@@ -371,7 +375,7 @@ def measure(
     with jax.set_mesh(mesh):
         for name, task, numbers in tqdm(tasks, disable=not show_progress):
             width = WIDTH_ON_TPU if topology else WIDTH
-            args = _types(mesh, n, task.with_state, width)
+            args = types(mesh, n, task.with_state, width)
             forward = jax.jit(_all_at_once(n, task.work))
             one = matrix_operations(forward.lower(*args[:3]).compile())
             for count in numbers:

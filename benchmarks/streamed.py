@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import drjax
-from benchmarks import combinations, counts, moves
+from benchmarks import counts, moves
 from benchmarks.descent import descend
 from benchmarks.report import spread, table
 from benchmarks.residuals import descend_with_momentum, matrix_operations
@@ -221,9 +221,14 @@ def _argmax_by_hand(n: int) -> Callable:
 
         start = _of_slice(m, x[0]), _vary(jnp.zeros(m.shape, jnp.int32)) + first
         items = first + jnp.arange(x.shape[0]), x
-        best, index = lax.scan(step, start, items)[0]
-        attains = (best == combinations.largest(best)) | jnp.isnan(best)
-        return lax.pmin(jnp.where(attains, index, n), _AXIS)
+        # Each device has the best of a part of the numbers.
+        bests, indices = (
+            lax.all_to_all(y.reshape(DEVICES, -1), _AXIS, 0, 0, tiled=True)
+            for y in lax.scan(step, start, items)[0]
+        )
+        attains = (bests == bests.max(0, keepdims=True)) | jnp.isnan(bests)
+        index = jnp.where(attains, indices, n).min(0)
+        return lax.all_gather(index, _AXIS, tiled=True, to="invarying")
 
     return _over_slices(on_a_device)
 

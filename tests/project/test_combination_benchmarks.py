@@ -103,3 +103,5 @@ def test_the_compiler_for_tpus_still_refuses():
     assert largest > number == 0
     codes, of_bytes = (count(refused.codes(x))[0] for x in (False, True))
     assert of_bytes == codes + 80_000
+    apart, together = (refused.bytes_of_sums("v5e:2x4", x) for x in (True, False))
+    assert apart > 1.1 * together
