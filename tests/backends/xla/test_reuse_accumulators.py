@@ -146,3 +146,18 @@ def test_small_ones_are_left_to_the_compiler(monkeypatch):
     assert reused(momentum, *ARGS) == [ONE]
     monkeypatch.setattr(reuse_accumulators, "LARGE", ONE + 1)
     assert reused(momentum, *ARGS) == []
+
+
+def test_one_chosen_group_needs_no_loop():
+    """Without a loop over groups there are no running sums."""
+    w, x = jnp.eye(64), jnp.ones((N, 64, 64))
+
+    @drjax.program(clients=N)
+    def one(w, x):
+        work = lambda w, x: jnp.tanh(x @ w) @ w
+        slices = drjax.map_fn(work, (drjax.broadcast(w), x))
+        return jnp.sin(drjax.select(slices, jnp.int32(3)))
+
+    run = drjax.jit(one, groups_per_step=1)
+    assert "stablehlo.while" not in run.lower(w, x).as_text()
+    np.testing.assert_allclose(run(w, x), one(w, x), rtol=1e-6)
