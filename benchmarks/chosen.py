@@ -1,7 +1,8 @@
 """Count what programs compute and keep that choose groups, against hand-written loops.
 
-    python -m benchmarks.chosen             # 64 and 256 groups
-    python -m benchmarks.chosen --quick     # 16 and 64 groups
+    python -m benchmarks.chosen                # 64 and 256 groups
+    python -m benchmarks.chosen --quick        # 16 and 64 groups
+    python -m benchmarks.chosen --tpu v5e:2x4  # what the compiler for TPUs says
 
 One device, one group at a time. Each row is a value and its gradient: the
 floating-point operations of matrix products that run, in units of a forward pass of all
@@ -11,6 +12,8 @@ and a derivative of the work of the chosen groups alone, of several at once with
 `jax.checkpoint`. Where a `lax.cond` decides about the work of a group, a branch counts
 as often as it runs. Times are medians of interleaved runs, relative to the hand-written
 code, with their quartiles. With `--out` the table goes to `chosen-jax-VERSION.md`.
+With `--tpu` (which needs libtpu, and no TPU) nothing runs, groups are larger, and it
+goes to `chosen-tpu-jax-VERSION.md`.
 """
 
 import time
@@ -21,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 import drjax
@@ -28,7 +32,9 @@ from benchmarks import counts, report
 from drjax.compiled.hlo import Module
 from drjax.compiled.schedule import Schedule
 
-WIDTH, BATCH, OF_FORWARD = 64, 256, 4 * 64 * 64 * 256
+# Of the model, and of a group's data. On TPUs, what is smaller is in a chip's core.
+WIDTH, BATCH = 64, 256
+WIDTH_ON_TPU, BATCH_ON_TPU = 2048, 8192
 OURS, WRITTEN = "drjax.jit, 1", "hand-written"
 
 
@@ -223,13 +229,15 @@ TASKS = {
 }
 
 
-def passes(compiled: Any, n: int, busy: float) -> float:
+def passes(
+    compiled: Any, n: int, busy: float, width: int = WIDTH, batch: int = BATCH
+) -> float:
     """Count the forward passes of n groups; branches for a part of them are `busy`."""
     module = Module(compiled.as_text())
     entry = module.computations[module.entry]
     least, most = (Schedule(module, of).flops(entry) for of in (min, max))
     assert least is not None and most is not None, "the length of a loop is not known"
-    return (least + (most - least) * busy) / (OF_FORWARD * n)
+    return (least + (most - least) * busy) / (4 * width**2 * batch * n)
 
 
 def measure(
@@ -264,29 +272,64 @@ def measure(
     return rows
 
 
+def count_on_tpu(
+    sizes: tuple[int, ...], topology: str, show_progress: bool = True
+) -> list[dict]:
+    """Count what the compiler for TPUs makes of the tasks, for one chip.
+
+    Returns:
+      As `measure`, without `seconds`.
+    """
+    rows = []
+    mesh = counts.mesh_of("chips", 1, topology)
+    whole = NamedSharding(mesh, PartitionSpec())
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=whole)
+    width, batch = WIDTH_ON_TPU, BATCH_ON_TPU
+    items = [(n, *item) for item in TASKS.items() for n in sizes]
+    with jax.set_mesh(mesh):
+        for n, name, task in tqdm(items, disable=not show_progress):
+            args = of(width, width), of(n, batch, width)
+            ours = drjax.jit(_ours(n, task.ours), groups_per_step=1)
+            for how, run in {OURS: ours, WRITTEN: jax.jit(task.written)}.items():
+                compiled = run.lower(*args).compile()
+                row = {"task": name, "n": n, "how": how}
+                row["passes"] = passes(compiled, n, task.busy(n), width, batch)
+                row["temp"] = compiled.memory_analysis().temp_size_in_bytes
+                rows.append(row)
+    return rows
+
+
 def markdown(rows: list[dict]) -> str:
-    """The table of `measure`, with what it was measured on."""
-    body = []
+    """The table of `measure` or `count_on_tpu`, with what it was measured on."""
+    body, timed = [], "seconds" in rows[0]
     for ours, written in zip(rows[::2], rows[1::2], strict=True):
-        times = report.compared(ours["seconds"], written["seconds"])
         for row in (ours, written):
             size = f"{row['n']}"
             cells = [row["task"], size, row["how"], f"{row['passes']:.3f}"]
-            time_ = times if row is ours else ""
-            body.append([*cells, f"{row['temp']:,}", time_])
+            body.append([*cells, f"{row['temp']:,}"])
+            if timed:
+                times = report.compared(ours["seconds"], written["seconds"])
+                body[-1].append(times if row is ours else "")
     header = ["value and gradient of", "n", "written with", "forward passes"]
-    header += ["temporary bytes", "time"]
+    header += ["temporary bytes", "time"] if timed else ["temporary bytes"]
+    where, width, batch = "compiled for a TPU chip", WIDTH_ON_TPU, BATCH_ON_TPU
+    last = "Nothing was run."
+    if timed:
+        where, width, batch = "one device of the CPU", WIDTH, BATCH
+        last = "Times are relative to the hand-written code."
     return (
-        f"JAX {jax.__version__}, one device of the CPU, groups of {BATCH} slices of "
-        f"{WIDTH} numbers. A slice of the work is {4 * BATCH * WIDTH:,} bytes, the "
-        f"model {4 * WIDTH**2:,}. Times are relative to the hand-written code.\n\n"
-        + report.table(header, body, keys=2)
-        + "\n"
+        f"JAX {jax.__version__}, {where}, groups of {batch:,} slices of {width:,} "
+        f"numbers. A slice of the work is {4 * batch * width:,} bytes, the model "
+        f"{4 * width**2:,}. {last}\n\n" + report.table(header, body, keys=2) + "\n"
     )
 
 
 def main() -> None:
-    options = counts.parser(__doc__, "16 and 64 groups").parse_args()
+    options = counts.parser(__doc__, "16 and 64 groups", tpu=True).parse_args()
+    if options.tpu:
+        table = markdown(count_on_tpu((16, 64), options.tpu))
+        counts.write(table, options.out, "chosen-tpu")
+        return
     sizes, runs = ((16, 64), 5) if options.quick else ((64, 256), 21)
     counts.write(markdown(measure(sizes, runs)), options.out, "chosen")
 

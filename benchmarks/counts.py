@@ -22,13 +22,13 @@ def mesh_of(axis: str, count: int, topology: str | None = None) -> jax.sharding.
     Args:
       axis: The name of the axis, which is Auto.
       count: The number of devices.
-      topology: So many TPU chips, as "v5e:2x4", which need not be there. Default: the
-        devices of this process.
+      topology: TPU chips, as "v5e:2x4", which need not be there: the first of them.
+        Default: the devices of this process.
     """
     devices = jax.devices()[:count]
     if topology:
         chips = topologies.get_topology_desc(platform="tpu", topology_name=topology)
-        devices = chips.devices
+        devices = chips.devices[:count]
     auto = (jax.sharding.AxisType.Auto,)
     return jax.sharding.Mesh(np.array(devices).reshape(count), (axis,), axis_types=auto)
 
