@@ -96,6 +96,7 @@ def test_compilers_still_refuse():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("leaks_unchecked")  # the derivative of a hand-written loop
 @BY_TPU_COMPILER
 def test_the_compiler_for_tpus_still_refuses():
     count = functools.partial(refused.on_tpu, "v5e:2x4")
