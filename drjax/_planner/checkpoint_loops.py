@@ -27,7 +27,6 @@ edges: a scan is rewritten if one scan reads its stacks backward: in a gradient 
 gradient there may be more. What scans take step by step is copied where it is split.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,11 +36,11 @@ from jax import lax
 from drjax import _compat
 from drjax._compat.types import Eqn, Var
 from drjax._jaxprs.walk import live_equations, split_scan, variables
-from drjax._partition import Partition
 from drjax._planner.inline import InlinedJaxpr
 from drjax._planner.partitioning.environment import Environment
 from drjax._planner.scans import ScanEquation, replace_scans, step_axes
 from drjax._planner.work import bytes_of
+from drjax._sharding.layout import devices_in_context
 
 
 def checkpoint_rounds(kinds: Environment) -> InlinedJaxpr | None:
@@ -50,7 +49,7 @@ def checkpoint_rounds(kinds: Environment) -> InlinedJaxpr | None:
     None if there is no scan to rewrite.
     """
     program, pairs, taken = kinds.program, list[_Pair](), set[int]()
-    devices = _devices_in_context(kinds.partition)
+    devices = devices_in_context(kinds.partition)
     part = lambda v: 1 / devices if kinds[v].partitioned else 1
     for eqn in program.eqns:
         if eqn.primitive.name == "scan" and kinds.is_loop(eqn) and not eqn.effects:
@@ -65,13 +64,6 @@ def checkpoint_rounds(kinds: Environment) -> InlinedJaxpr | None:
         first.segment = pair.segment
         replaced |= first.rewritten()
     return replace_scans(program, replaced) if replaced else None
-
-
-def _devices_in_context(partition: Partition | None) -> int:
-    """Over how many devices the mesh in context divides the groups; without one, 1."""
-    axes = () if partition is None else partition.mesh_axes
-    sizes = jax.sharding.get_abstract_mesh().shape
-    return math.prod(sizes.get(axis, 1) for axis in axes)
 
 
 class _Pair:

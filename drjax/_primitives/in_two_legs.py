@@ -23,7 +23,6 @@ under a vmap. Sharp edges: in a plan `received_after` is a fence of the server, 
 `complete` work of the server, of which devices are known when it is lowered.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,24 +43,23 @@ from drjax._primitives.between_slices import (
 from drjax._primitives.device_sums import all_gather_bytes, scattered_axis
 from drjax._primitives.wire_codes import decode, encode
 from drjax._sharding.execute import shard_map_over_devices, sharded_spec
-from drjax._sharding.layout import Placement, find_mesh, make_layout
+from drjax._sharding.layout import (
+    Placement,
+    devices_in_context,
+    find_mesh,
+    make_layout,
+)
 
 
-def devices_in_context(partition: Partition) -> int:
-    """Over how many devices the mesh in context, of Auto axes, divides the groups.
-
-    1 without such a mesh. Not of a layout: while a plan is traced, these have no mesh.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
-        return 1
-    sizes = [mesh.shape[x] for x in partition.mesh_axes if x in mesh.axis_names]
-    return math.prod(sizes)
+def auto_devices_in_context(partition: Partition) -> int:
+    """Over how many devices the mesh in context, of Auto axes, divides the groups."""
+    types = set(jax.sharding.get_abstract_mesh().axis_types)
+    return devices_in_context(partition) if types == {AxisType.Auto} else 1
 
 
 def is_divided(partition: Partition) -> bool:
     """Whether the mesh in context, of Auto axes, divides the groups over devices."""
-    return devices_in_context(partition) > 1
+    return auto_devices_in_context(partition) > 1
 
 
 # ---------------------------------------------------------------------------------

@@ -204,13 +204,12 @@ def _read(x: Array, table: np.ndarray, device: Array | None) -> Array:
     if (table == table[:1]).all():
         table, device = table[:1], None
     steps = np.diff(table, axis=1)
-    cuts_of = lambda step: np.flatnonzero((steps != step).any(0)) + 1
-    step = min((1, -1), key=lambda step: len(cuts_of(step)))
-    cuts = cuts_of(step).tolist()
+    cuts_by_step = {i: np.flatnonzero((steps != i).any(0)) + 1 for i in (1, -1)}
+    step, cuts = min(cuts_by_step.items(), key=lambda item: len(item[1]))
     if len(cuts) >= _MOST_RUNS:
         return x[table[0] if device is None else _of_device(table, device)]
     runs = []
-    for first, end in itertools.pairwise([0, *cuts, table.shape[1]]):
+    for first, end in itertools.pairwise([0, *cuts.tolist(), table.shape[1]]):
         starts = table[:, first if step == 1 else end - 1]
         if device is None:
             start = int(starts[0])

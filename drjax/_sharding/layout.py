@@ -24,6 +24,7 @@ Sharp edges:
 
 import functools
 import logging
+import math
 import operator
 from dataclasses import dataclass
 from typing import TypeAlias, TypedDict
@@ -135,6 +136,16 @@ def _mesh_in_context() -> Mesh | AbstractMesh | None:
     """Return the mesh of `jax.set_mesh` or of `with mesh:`; None if there is none."""
     context = jax.sharding.get_abstract_mesh()
     return _compat.legacy_mesh() if context.empty else context
+
+
+def devices_in_context(partition: Partition | None) -> int:
+    """Over how many devices the mesh in context divides the groups; without one, 1.
+
+    Not of a layout: while a plan is traced, these have no mesh.
+    """
+    axes = () if partition is None else partition.mesh_axes
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return math.prod(sizes.get(axis, 1) for axis in axes)
 
 
 def find_mesh(

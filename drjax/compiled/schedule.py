@@ -149,14 +149,14 @@ def _products_of_convolution(
     """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes)
     if labels is None:
-        return math.prod(out)
+        return math.prod(out) * math.prod(right)
     of_left, of_right, of_out = labels.groups()
     count = right[of_right.index("i")]
     for axis, size in zip(of_out, out, strict=True):
         if not axis.isdigit():
             count *= size
             continue
-        window = _Window.of(attributes, int(axis), right[of_right.index(axis)])
+        window = _Window.of(attributes, int(axis))
         count *= window.products(left[of_left.index(axis)], size)
     return count
 
@@ -165,20 +165,19 @@ def _products_of_convolution(
 class _Window:
     """How a convolution moves along a dimension, by the names of the attribute."""
 
-    size: int
+    size: int = 1
     stride: int = 1
     pad: int = 0
     lhs_dilate: int = 1
     rhs_dilate: int = 1
 
     @classmethod
-    def of(cls, attributes: str, axis: int, size: int) -> "_Window":
+    def of(cls, attributes: str, axis: int) -> "_Window":
         listed = re.search(r"window=\{([^}]*)\}", attributes)
         pairs = (x.split("=") for x in listed[1].split()) if listed else ()
         # Of a padding the lower end alone says where the window starts.
         values = {k: int(v.split("x")[axis].split("_")[0]) for k, v in pairs}
-        names = cls.__dataclass_fields__.keys() & values.keys()
-        return cls(**({"size": size} | {name: values[name] for name in names}))
+        return cls(**{k: v for k, v in values.items() if k != "rhs_reversal"})
 
     def products(self, size: int, out: int) -> int:
         """Count the pairs of a place of `out` and one of the window that meet a number.

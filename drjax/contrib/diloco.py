@@ -38,8 +38,8 @@ from drjax._partition import attached_levels, integer_of
 from drjax._plan.wire import Wire
 from drjax._primitives.between_slices import free_axes
 from drjax._primitives.in_two_legs import (
+    auto_devices_in_context,
     complete,
-    devices_in_context,
     is_divided,
     received_after,
 )
@@ -614,7 +614,7 @@ class Round:
         if wire is None:
             sent = reduce(changed, wire=self.wire, **options)
         else:
-            parts, result = devices_in_context(self.partition), "sharded"
+            parts, result = auto_devices_in_context(self.partition), "sharded"
             if wire.collectives == 1:
                 parts, result = 1, None
             layout = dict(parts=parts, block=wire.block, axes=self._chips())

@@ -12,8 +12,8 @@ import pytest
 
 import drjax
 from drjax._primitives.in_two_legs import (
+    auto_devices_in_context,
     complete,
-    devices_in_context,
     is_divided,
     received_after,
 )
@@ -46,7 +46,7 @@ def of_partition(f):
 def in_two_legs(wire, partition, x):
     """The mean of x, and what groups do meanwhile: the result of the second leg."""
     on: Placement = {"partition": partition, "mesh": find_mesh(partition)}
-    m = devices_in_context(partition)
+    m = auto_devices_in_context(partition)
     cut = lambda x: x.reshape(m, N // m, -1)
     mean = drjax.reduce_mean(drjax.map_fn(cut, x), wire=wire, result="sharded")
     work = drjax.map_fn(jnp.sin, x)

@@ -71,7 +71,6 @@ from drjax.backends.xla.folds_around import (
     only_for_folds,
     run_with_folds,
 )
-from drjax.backends.xla.idle_chunks import indices_of_round
 from drjax.backends.xla.inner_programs import (
     OfOneGroup,
     Slices,
@@ -237,10 +236,7 @@ class MeshInterpreter(PlanInterpreter):
         kept = [v for v in stage.outputs if v.name in self._kept]
         levels = InnerLevels.of_round(layout, a_round, kept, self.mesh, self._partial)
         # Without a scan over chunks there are no running sums to alias.
-        names = [v.name for v in kept]
-        chosen = indices_of_round(a_round, names) if streams else None
-        scans = streams and (chosen is None or chosen.count != 1)
-        aliases = scans and not levels.merged and not levels.partial
+        aliases = streams and not levels.merged and not levels.partial
         reuse = find_reuse(self.plan, index) if aliases else None
         combine = reuse is None  # else the reuse of accumulators combines the devices
         totals, stacks = _run_groups(

@@ -33,6 +33,7 @@ from drjax._sharding.execute import full_of_type, shard_map, vary
 from drjax._sharding.layout import Layout
 from drjax.backends.xla.chunked_stage import finish, result_specs, sum_dtype
 from drjax.backends.xla.folds_around import has_folds
+from drjax.backends.xla.idle_chunks import indices_of_round
 from drjax.plan import Plan, Reduce, Stage, Value
 
 # Bytes of results from which on a loop more is worth the memory.
@@ -157,6 +158,7 @@ def find_reuse(plan: Plan, index: int) -> AccumulatorReuse | None:
       have symbolic dimensions, or there are none.
     * The round has loops, folds, sharded reductions, or a `put_add` move whose result
       is a population, a global value `[N, *s]` of more slices than there are groups.
+    * One group runs, known by its index, without a loop over groups.
     * The server stage has `fold_of_all_p` equations, folds around each group.
     * The server stage has effects, or a result is a random key.
     """
@@ -176,7 +178,10 @@ def find_reuse(plan: Plan, index: int) -> AccumulatorReuse | None:
     reuse = AccumulatorReuse(plan, index)
     size = reuse.reused_bytes  # unknown with symbolic dimensions
     worth = reuse.aliases and isinstance(size, int) and size >= LARGE
-    return reuse if worth and reuse.possible else None
+    if not worth or not reuse.possible:
+        return None
+    chosen = indices_of_round(a_round, plan.kept())
+    return None if chosen is not None and chosen.count == 1 else reuse
 
 
 def finish_stacked(
