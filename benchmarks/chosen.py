@@ -29,8 +29,7 @@ from tqdm import tqdm
 
 import drjax
 from benchmarks import counts, report
-from drjax.compiled.hlo import Module
-from drjax.compiled.schedule import Schedule
+from benchmarks.residuals import matrix_operations
 
 # Of the model, and of a group's data. On TPUs, what is smaller is in a chip's core.
 WIDTH, BATCH = 64, 256
@@ -233,11 +232,13 @@ def passes(
     compiled: Any, n: int, busy: float, width: int = WIDTH, batch: int = BATCH
 ) -> float:
     """Count the forward passes of n groups; branches for a part of them are `busy`."""
-    module = Module(compiled.as_text())
-    entry = module.computations[module.entry]
-    least, most = (Schedule(module, of).flops(entry) for of in (min, max))
-    assert least is not None and most is not None, "the length of a loop is not known"
+    least, most = (matrix_operations(compiled, of) for of in (min, max))
     return (least + (most - least) * busy) / (4 * width**2 * batch * n)
+
+
+def _functions(task: Task, n: int) -> dict[str, Callable]:
+    ours = drjax.jit(_ours(n, task.ours), groups_per_step=1)
+    return {OURS: ours, WRITTEN: jax.jit(task.written)}
 
 
 def measure(
@@ -255,8 +256,7 @@ def measure(
         keys = jax.random.split(jax.random.key(0))
         w = jax.random.normal(keys[0], (WIDTH, WIDTH)) / WIDTH**0.5
         x = jax.random.normal(keys[1], (n, BATCH, WIDTH))
-        ours = drjax.jit(_ours(n, task.ours), groups_per_step=1)
-        both = {OURS: ours, WRITTEN: jax.jit(task.written)}
+        both: dict[str, Any] = _functions(task, n)
         compiled = {how: run.lower(w, x).compile() for how, run in both.items()}
         seconds: dict[str, list[float]] = {how: [] for how in both}
         for i in range(runs + 1):
@@ -289,8 +289,8 @@ def count_on_tpu(
     with jax.set_mesh(mesh):
         for n, name, task in tqdm(items, disable=not show_progress):
             args = of(width, width), of(n, batch, width)
-            ours = drjax.jit(_ours(n, task.ours), groups_per_step=1)
-            for how, run in {OURS: ours, WRITTEN: jax.jit(task.written)}.items():
+            both: dict[str, Any] = _functions(task, n)
+            for how, run in both.items():
                 compiled = run.lower(*args).compile()
                 row = {"task": name, "n": n, "how": how}
                 row["passes"] = passes(compiled, n, task.busy(n), width, batch)

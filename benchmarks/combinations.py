@@ -15,7 +15,6 @@ TPU) the counts are the TPU compiler's, and nothing runs:
 """
 
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -476,23 +475,14 @@ def _measure_task(
         np.testing.assert_allclose(
             result, results[PLAIN], rtol=0, atol=tolerance, err_msg=f"{task}, {name}"
         )
-    runs = [*compiled.items(), ("", compiled[BASELINE])]
-    seconds: dict[str, list[float]] = {k: [] for k, _ in runs}
-    for i in range(rounds):
-        first = i % len(runs)  # the first one may find colder caches
-        for name, run in runs[first:] + runs[:first]:
-            begin = time.perf_counter()
-            jax.block_until_ready(run(x))
-            seconds[name].append(time.perf_counter() - begin)
+    times = counts.times_in_turn(compiled, BASELINE, lambda: [x], rounds)
     return [
         {
             "task": task,
             "implementation": name,
             "bytes": counts.bytes_by_kind(sent[name]),
             "temp": sent[name].temp_bytes,
-            "time": np.divide(
-                seconds[name], seconds["" if name == BASELINE else BASELINE]
-            ),
+            "time": times[name],
         }
         for name in compiled
     ]
@@ -545,22 +535,17 @@ def count_on_tpu(topology: str, numbers: int) -> list[dict]:
     return rows
 
 
-def markdown(rows: list[dict], numbers: int) -> str:
+def markdown(rows: list[dict], numbers: int, topology: str | None = None) -> str:
     """The table of `measure`, with what it was measured on."""
     timed = "time" in rows[0]
-    what = (
-        f"{DEVICES} devices of the CPU"
-        if timed
-        else f"compiled for {DEVICES} TPU chips"
-    )
-    last = "nothing was run."
+    where, last = counts.place_of(DEVICES, topology), "nothing was run."
     if timed:
         last = (
             "time is relative to the hand-written `shard_map`, itself measured twice: "
             f"the median and the quartiles of {len(rows[0]['time'])} rounds in turn."
         )
     lines = [
-        f"JAX {jax.__version__}, {what}, n = {N} groups of {numbers:,} float32 "
+        f"JAX {jax.__version__}, {where}, n = {N} groups of {numbers:,} float32 "
         f"numbers. Bytes are those that one device sends; {last}",
         "",
         "| task | written with | bytes sent | temporary bytes | "
@@ -585,7 +570,7 @@ def main() -> None:
         rows, kind = count_on_tpu(options.tpu, numbers), "combinations-tpu"
     else:
         rows, kind = measure(numbers, rounds), "combinations"
-    counts.write(markdown(rows, numbers), options.out, kind)
+    counts.write(markdown(rows, numbers, options.tpu), options.out, kind)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ file if the user names a folder.
 """
 
 import argparse
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,35 @@ def mesh_of(axis: str, count: int, topology: str | None = None) -> jax.sharding.
         devices = chips.devices[:count]
     auto = (jax.sharding.AxisType.Auto,)
     return jax.sharding.Mesh(np.array(devices).reshape(count), (axis,), axis_types=auto)
+
+
+def place_of(count: int, topology: str | None) -> str:
+    """What tables say of the devices of `mesh_of`."""
+    if topology:
+        return f"compiled for {count} TPU chips"
+    return f"{count} devices of the CPU"
+
+
+def times_in_turn(
+    runs: dict[str, Callable], baseline: str, args: Callable[[], Any], rounds: int
+) -> dict[str, np.ndarray]:
+    """Time functions in interleaved rounds, each with new arguments.
+
+    Returns:
+      By name the ratios to the baseline of the same round, `[rounds]`; of the baseline
+      those of a second run.
+    """
+    items = [*runs.items(), ("", runs[baseline])]
+    seconds: dict[str, list[float]] = {name: [] for name, _ in items}
+    for i in range(rounds):
+        first = i % len(items)  # the first one may find colder caches
+        for name, run in items[first:] + items[:first]:
+            inputs = jax.block_until_ready(args())
+            begin = time.perf_counter()
+            jax.block_until_ready(run(*inputs))
+            seconds[name].append(time.perf_counter() - begin)
+    taken = {name: seconds["" if name == baseline else name] for name in runs}
+    return {name: np.divide(x, seconds[baseline]) for name, x in taken.items()}
 
 
 def bytes_by_kind(report: Report) -> dict[str, int]:

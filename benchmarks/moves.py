@@ -271,9 +271,9 @@ def main() -> None:
     # A TPU's compiler takes minutes to sort more indices.
     sizes = SIZES[: 1 if options.quick or options.tpu else None]
     rows = [*measure(sizes, options.tpu)]
-    where = f"{DEVICES} devices of the CPU, groups of {NUMBERS} float32 numbers"
-    if options.tpu:
-        where = f"compiled for {DEVICES} TPU chips, groups of {NUMBERS_ON_TPU} numbers"
+    of_each = NUMBERS_ON_TPU if options.tpu else NUMBERS
+    where = counts.place_of(DEVICES, options.tpu)
+    where = f"{where}, groups of {of_each} float32 numbers"
     kind = "moves-tpu" if options.tpu else "moves"
     counts.write(markdown(rows, where), options.out, kind)
 

@@ -421,9 +421,8 @@ def main() -> None:
     few = options.quick or options.tpu
     n, rounds, many = 64, (1, 2) if few else (1, 2, 4, 8), (16,) if few else (16, 64)
     rows = measure(n, rounds, many, topology=options.tpu)
-    where, width = f"{DEVICES} devices of the CPU", WIDTH
-    if options.tpu:
-        where, width = f"compiled for {DEVICES} TPU chips", WIDTH_ON_TPU
+    where = counts.place_of(DEVICES, options.tpu)
+    width = WIDTH_ON_TPU if options.tpu else WIDTH
     kind = "residuals-tpu" if options.tpu else "residuals"
     counts.write(markdown(rows, n, where, width), options.out, kind)
 

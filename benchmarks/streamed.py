@@ -9,13 +9,12 @@ computed before a loop, a donated state is updated in place, an index is found
 while slices pass. Most work on one group at a time; where the number of groups says
 "all", a device's groups work at once. The floating-point operations of matrix products,
 times how often their loops run; bytes that one device sends, likewise; its temporary
-memory, and all with arguments and results; and time as a ratio to the hand-written
+memory, and its peak with arguments and results; and time as a ratio to the hand-written
 code, itself measured twice, in interleaved rounds, with quartiles. With `--out` the
 table goes to `streamed-jax-VERSION.md`. With `--tpu` (which needs libtpu, and no TPU)
 nothing runs, and it goes to `streamed-tpu-jax-VERSION.md`.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -382,8 +381,8 @@ def measure(
     Returns:
       A dict for each task, number of groups and implementation: `task`, `n`,
       `implementation`, `operations` of matrix products, `bytes` that one device sends,
-      `temp` in bytes, `all` with those of arguments and results, and `time`, the ratios
-      to the hand-written code, `[rounds]`; empty with a `topology`.
+      `temp` in bytes, `peak` with those of arguments and results, and `time`, the
+      ratios to the hand-written code, `[rounds]`; empty with a `topology`.
     """
     mesh = counts.mesh_of(_AXIS, DEVICES, topology)
     items = [(name, n) for name in TASKS for n in sizes]
@@ -424,18 +423,11 @@ def _measure_task(
                 "operations": matrix_operations(run),
                 "bytes": report.total.bytes_per_call,
                 "temp": report.temp_bytes,
-                "all": _all_bytes(run),
+                "peak": report.peak_bytes,
                 "time": times[how],
             }
         )
     return rows
-
-
-def _all_bytes(compiled: Any) -> int:
-    """Those of arguments, results and temporary memory, where each byte counts once."""
-    sizes = compiled.memory_analysis()
-    total = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
-    return total + sizes.temp_size_in_bytes - sizes.alias_size_in_bytes
 
 
 def _arguments(task: Task, n: int, mesh: jax.sharding.Mesh) -> tuple[list, Callable]:
@@ -456,27 +448,18 @@ def _times(
     ours, written = (run(*args()) for run in compiled.values())
     for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(written), strict=True):
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=2e-4, atol=2e-5)
-    runs = [*compiled.items(), ("", compiled[WRITTEN])]
-    seconds: dict[str, list[float]] = {name: [] for name, _ in runs}
-    for i in range(rounds):
-        for name, run in runs[i % 3 :] + runs[: i % 3]:
-            inputs = jax.block_until_ready(args())
-            begin = time.perf_counter()
-            jax.block_until_ready(run(*inputs))
-            seconds[name].append(time.perf_counter() - begin)
-    ratios = lambda name: np.divide(seconds[name], seconds[WRITTEN])
-    return {OURS: ratios(OURS), WRITTEN: ratios("")}
+    return counts.times_in_turn(compiled, WRITTEN, args, rounds)
 
 
 def markdown(rows: list[dict], where: str) -> str:
     """The table of `measure`, with what it was measured on."""
     header = ["task", "n", "written with", "Mflop", "bytes sent", "temporary bytes"]
-    header += ["all bytes", "time"]
+    header += ["peak bytes", "time"]
     body = []
     for row in rows:
         cells = [row["task"], str(row["n"]), row["implementation"]]
         cells += [f"{row['operations'] / 1e6:.2f}"]
-        cells += [f"{row[key]:,}" for key in ("bytes", "temp", "all")]
+        cells += [f"{row[key]:,}" for key in ("bytes", "temp", "peak")]
         body.append([*cells, spread(row["time"]) if len(row["time"]) else ""])
     timed = len(rows[0]["time"])
     if not timed:
@@ -490,9 +473,7 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", DEVICES)
     quick = options.quick or options.tpu
     sizes, rounds = ((64,), 2) if quick else ((64, 512), 20)
-    where = f"{DEVICES} devices of the CPU"
-    if options.tpu:
-        where = f"compiled for {DEVICES} TPU chips"
+    where = counts.place_of(DEVICES, options.tpu)
     rows = measure(sizes, rounds, options.tpu)
     kind = "streamed-tpu" if options.tpu else "streamed"
     counts.write(markdown(rows, where), options.out, kind)
